@@ -108,13 +108,13 @@ def job(workers, *words):
         if done.returncode:
             sys.exit(done.stdout)
         found = json.loads(out.read_text())
-    found["spread"] = [histogram(line) for line in done.stdout.splitlines() if "that they missed:" in line]
+    found["spread"] = [histogram(line) for line in done.stdout.splitlines() if "by staleness:" in line]
     return found
 
 
 def histogram(line):
     """How many gradients missed how many updates, in one epoch."""
-    pairs = line.rpartition("missed: ")[2].split(", ")
+    pairs = line.rpartition("by staleness: ")[2].split(", ")
     return {} if pairs == ["none"] else {int(age): int(count) for age, count in (pair.split(": ") for pair in pairs)}
 
 

@@ -17,7 +17,14 @@ from results_file import write
 
 import lockstep
 from lockstep.collectives import ALGORITHMS, resolve_cross_device_ops
-from lockstep.collectives.cost_model import FORMULAS, AllReduceMeasurement, Network, NetworkLink, fit, predict
+from lockstep.collectives.cost_model import (
+    FORMULAS,
+    AllReduceMeasurement,
+    Network,
+    NetworkLink,
+    fit_network,
+    predict_seconds,
+)
 
 DEVICES, ROUNDS, SECONDS = 4, 25, 0.02  # Each measurement repeats a call for at least so many seconds.
 SIZES = {1_000: "1 KB", 10_000: "10 KB", 100_000: "100 KB", 1_000_000: "1 MB", 10_000_000: "10 MB"}
@@ -74,7 +81,7 @@ def once(run, vector):
 
 def fitted(times):
     """The cost model of the messages, from what an algorithm takes beyond a program that adds nothing."""
-    return fit(
+    return fit_network(
         [
             AllReduceMeasurement(name, size, DEVICES, max(1e-7, beyond(times, name, size)))
             for name in SENT
@@ -93,7 +100,7 @@ def table(times, network):
     for name in (PSUM, *ALGORITHMS):
         for size, text in SIZES.items():
             seconds = times[name, size]
-            model = times[NOTHING, size] + predict(name, size, DEVICES, network) if name in SENT else None
+            model = times[NOTHING, size] + predict_seconds(name, size, DEVICES, network) if name in SENT else None
             rows.append(
                 (
                     name,
@@ -127,7 +134,7 @@ def draw_predicted(path, network, sizes):
     names = [name for name in FORMULAS if name not in ("auto", "nccl")]
     panels = []
     for size, text in sizes.items():
-        curves = {name: [(n, predict(name, size, n, network)) for n in steps] for name in names}
+        curves = {name: [(n, predict_seconds(name, size, n, network)) for n in steps] for name in names}
         panels.append(panel(f"Predicted time for {text}", "devices", counts, TIMES, curves))
     draw(path, "Predicted time of an all-reduce for 8 to 4,096 devices", panels, (PSUM, *ALGORITHMS))
 

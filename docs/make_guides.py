@@ -48,7 +48,7 @@ def model(folder: Path) -> str:
     text = (folder / "model.py").read_text()
     found = (node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef) and node.name == "build")
     source = ast.get_source_segment(text, next(found))
-    return f"## The model\n\n{linked(folder, 'model.py')}, which has the data, too.\n\n" + block("python", [source])
+    return f"## The model\n\n{linked(folder, 'model.py')}, which also loads the data.\n\n" + block("python", [source])
 
 
 def printed(folder: Path) -> str:

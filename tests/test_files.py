@@ -45,7 +45,9 @@ def test_a_planted_lock_is_refused_before_training(plant, victim, tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()
     plant(victim, folder / ".lock")
-    with pytest.raises(lockstep.CheckpointError, match=r"run: no lock can be taken: \.lock (is a symb|has 2 names)"):
+    with pytest.raises(
+        lockstep.CheckpointError, match=r"run: no lock can be taken: \.lock (is a symb|has 2 hard links)"
+    ):
         fit(built(), BackupAndRestore(folder))
     (folder / ".lock").unlink()
     os.mkfifo(folder / ".lock")
@@ -82,7 +84,9 @@ def test_a_planted_log_is_refused_before_the_workers_start(plant, victim, tmp_pa
     plant(victim, logs / "worker-0.log")
     done = run("--log-dir", logs, program(tmp_path, "print('of the worker')"))
     assert done.returncode == 2
-    assert re.search(rf"--log-dir {logs}: worker-0\.log (is a symbolic link|has 2 names)", done.stderr), done.stderr
+    assert re.search(rf"--log-dir {logs}: worker-0\.log (is a symbolic link|has 2 hard links)", done.stderr), (
+        done.stderr
+    )
 
 
 def test_a_planted_file_of_events_is_refused(plant, victim, tmp_path, monkeypatch):
@@ -91,7 +95,7 @@ def test_a_planted_file_of_events_is_refused(plant, victim, tmp_path, monkeypatc
     (made,) = (tmp_path / "logs").iterdir()
     made.unlink()
     plant(victim, made)
-    with pytest.raises(OSError, match=r"is a symbolic link|has 2 names"):
+    with pytest.raises(OSError, match=r"is a symbolic link|has 2 hard links"):
         EventFile(tmp_path / "logs", clock=lambda: 1e9)
 
 
@@ -100,7 +104,7 @@ def test_a_cache_that_was_replaced_by_a_link_is_refused(plant, victim, tmp_path)
     store.append(np.arange(3))
     (tmp_path / "cache").unlink()
     plant(victim, tmp_path / "cache")
-    with pytest.raises(OSError, match=r"is a symbolic link|has 2 names"):
+    with pytest.raises(OSError, match=r"is a symbolic link|has 2 hard links"):
         store.append(np.arange(3))
 
 
@@ -148,7 +152,7 @@ def test_a_manifest_that_is_too_large_takes_no_memory_and_is_never_written(tmp_p
     assert store.verify(path) == [
         f"{path / 'manifest.json'}: cannot be read: manifest.json has more than 268,435,456 bytes."
     ]
-    monkeypatch.setattr("lockstep.checkpoint.format.LARGEST_MANIFEST", 2000)
+    monkeypatch.setattr("lockstep.checkpoint.format.MAX_MANIFEST_BYTES", 2000)
     with pytest.raises(
         lockstep.OptionError, match=r"metadata: its manifest would have \d,\d+ bytes, at most 2,000 are"
     ):

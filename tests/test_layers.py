@@ -78,6 +78,13 @@ def test_the_picture_in_architecture_md_shows_these_layers():
     assert tuple(shown) == LAYERS
 
 
+def test_the_files_in_the_boxes_of_architecture_md_exist():
+    boxes = re.findall(r"^```\n(.*?)^```", (ROOT / "ARCHITECTURE.md").read_text(), flags=re.DOTALL | re.MULTILINE)
+    named = set(re.findall(r"\w*[a-z][_/][\w/]+", "\n".join(boxes))) - {"train_step", "shard_map"}  # functions
+    assert len(named) > 10
+    assert not [name for name in named if not [*PACKAGE.rglob(f"{name}.py"), *PACKAGE.rglob(name)]]
+
+
 def test_the_picture_of_the_packages_is_drawn_from_these_imports():
     picture = runpy.run_path(str(ROOT / "docs" / "make_architecture.py"))
     assert picture["PICTURE"].read_text() == picture["picture"](), "Fix: python docs/make_architecture.py"

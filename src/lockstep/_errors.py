@@ -36,9 +36,9 @@ PEER_LOST = 75  # A worker died, was cut off or preempted: restart the job. EX_T
 NO_PROGRESS = 124  # A worker is alive and stuck. The exit code of timeout(1).
 INTERRUPTED = 130  # Ctrl-C: 128 and the number of the signal, as in shells.
 
-MOST_SECONDS = 1e9  # 31 years; the waits of the operating system cannot take much more
-_DEEPEST = 100  # levels of nested values
-_LONGEST = 200  # characters of a value in a message
+MAX_SECONDS = 1e9  # 31 years; the waits of the operating system cannot take much more
+_MAX_DEPTH = 100  # levels of nested values
+_MAX_SHOWN = 200  # characters of a value in a message
 
 
 class LockstepError(Exception):
@@ -146,11 +146,11 @@ def shown(value: object) -> str:
         text = repr(value)
     except Exception:  # Nested too deeply, a number of too many digits, or an error in code of the user's.
         return f"a value of type {type(value).__name__}"
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}…"
 
 
-def whole_number(name: str, value: object, least: int | None = 1, most: int | None = None) -> int:
-    """Return ``value`` as an int if it is a whole number from ``least`` to ``most``, also of NumPy; None: no limit.
+def whole_number(name: str, value: object, minimum: int | None = 1, maximum: int | None = None) -> int:
+    """Return ``value`` as an int if it is a whole number from ``minimum`` to ``maximum``, also of NumPy; None: no limit.
 
     Raises:
         OptionError: it is not; the message names the argument.
@@ -159,9 +159,9 @@ def whole_number(name: str, value: object, least: int | None = 1, most: int | No
         number = None if _is_bool(value) else index(value)  # type: ignore[arg-type]  # index raises TypeError for other types
     except TypeError:
         number = None
-    if number is None or (least is not None and number < least) or (most is not None and number > most):
-        is_large = number is not None and most is not None and number > most
-        allowed = f" of at most {most:,}" if is_large else "" if least is None else f" of at least {least}"
+    if number is None or (minimum is not None and number < minimum) or (maximum is not None and number > maximum):
+        is_large = number is not None and maximum is not None and number > maximum
+        allowed = f" of at most {maximum:,}" if is_large else "" if minimum is None else f" of at least {minimum}"
         raise OptionError(f"{name}: expected a whole number{allowed}, got {shown(value)}.")
     return number
 
@@ -196,8 +196,8 @@ def seconds(name: str, value: object, *, above: float | None = 0) -> float:
         OptionError: it is not; the message names the argument.
     """
     number = real_number(name, value, above=above, what="a number of seconds")
-    if number > MOST_SECONDS:
-        raise OptionError(f"{name}: expected at most {MOST_SECONDS:,.0f} seconds, got {shown(value)}.")
+    if number > MAX_SECONDS:
+        raise OptionError(f"{name}: expected at most {MAX_SECONDS:,.0f} seconds, got {shown(value)}.")
     return number
 
 
@@ -231,12 +231,12 @@ def check_depth(name: str, value: object) -> None:
         InputError: they are.
     """
     level: list[Any] = [[value]]
-    for _ in range(_DEEPEST):
+    for _ in range(_MAX_DEPTH):
         inner = [leaf for outer in level for leaf in (outer.values() if isinstance(outer, dict) else outer)]
         level = [leaf for leaf in inner if isinstance(leaf, (list, tuple, dict))]
         if not level:
             return
-    raise InputError(f"{name}: lists and dicts are nested more than {_DEEPEST} levels deep.")
+    raise InputError(f"{name}: lists and dicts are nested more than {_MAX_DEPTH} levels deep.")
 
 
 def file_path(name: str, value: object, what: str = "a path") -> Path:

@@ -1,8 +1,8 @@
 """Files in directories that others may write to: nothing planted there is written through or waited for, and no file is half written.
 
-A file that exists is opened only if it is a regular file, and for writing only if it is no link and has one name. A file or directory
-that appears as a whole is written under a temporary name, synced to the disk and renamed; the directory is synced last. Removal renames
-first and deletes then.
+A file that exists is opened only if it is a regular file, and for writing only if it is not a symbolic link and has one hard link. A file
+or directory that appears as a whole is written under a temporary name, synced to the disk and renamed; the directory is synced last.
+Removal renames first and deletes then.
 """
 
 import contextlib
@@ -26,20 +26,20 @@ def open_to_read(path: str | os.PathLike[str]) -> io.BufferedReader:
     return open(_checked(path, os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)), "rb")
 
 
-def read_file(path: str | os.PathLike[str], most: int) -> bytes:
+def read_file(path: str | os.PathLike[str], max_bytes: int) -> bytes:
     """Return the content of a regular file.
 
     Args:
         path: the file.
-        most: bytes that it may have.
+        max_bytes: bytes that it may have.
 
     Raises:
         OSError: it cannot be read, is no regular file, or is larger.
     """
     with open_to_read(path) as file:
         size = os.fstat(file.fileno()).st_size
-        if size > most:
-            raise OSError(f"{Path(path).name} has more than {most:,} bytes")
+        if size > max_bytes:
+            raise OSError(f"{Path(path).name} has more than {max_bytes:,} bytes")
         return file.read(size)
 
 
@@ -70,7 +70,7 @@ def _checked(path: str | os.PathLike[str], descriptor: int, is_written: bool = F
     if not stat.S_ISREG(found.st_mode):
         problem = "is no regular file"
     elif is_written and found.st_nlink > 1:
-        problem = f"has {found.st_nlink} names, and is a file of others, too. Fix: remove it"
+        problem = f"has {found.st_nlink} hard links, so writing would change another file. Fix: remove it"
     else:
         return descriptor
     os.close(descriptor)

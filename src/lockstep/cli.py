@@ -20,6 +20,8 @@ from lockstep.launch.launch_config import LaunchConfig
 from lockstep.launch.templates import PRINTERS
 from lockstep.launch.worker_environment import ALLOCATORS
 
+EXPORT_FORMATS = ("npz", "safetensors", "orbax")  # Those of checkpoint/export_formats.py, whose import takes long.
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code.
@@ -68,16 +70,15 @@ def _parser() -> argparse.ArgumentParser:
     run = commands.add_parser("run", help="run a program on several workers, on one or several machines")
     _add_run(run)
     run.set_defaults(run=_run)
-    test = commands.add_parser("test", help="check that every pair of workers adds correctly, and measure how fast")
+    test = commands.add_parser("test", help="check all-reduce between every pair of workers, and measure its speed")
     text = "start N workers on this machine (default: this process is a worker that a scheduler started)"
     test.add_argument("-n", type=int, metavar="N", help=text)
     test.set_defaults(run=_test)
     scale = commands.add_parser("scale", help="measure how a script's model scales with devices and batch sizes")
     _add_scale(scale)
     scale.set_defaults(run=_scale)
-    plan = commands.add_parser(
-        "plan", help="compile a script's step for hardware that is not here: does it fit, how fast"
-    )
+    text = "estimate memory and speed of a script's training step on hardware that you do not have"
+    plan = commands.add_parser("plan", help=text)
     _add_plan(plan)
     plan.set_defaults(run=_plan)
     environment = commands.add_parser("env", help="describe this machine for a bug report")
@@ -114,21 +115,23 @@ def _add_inspection(commands: "argparse._SubParsersAction[argparse.ArgumentParse
 def _add_scale(scale: argparse.ArgumentParser) -> None:
     measuring = scale.add_argument_group("measurement")
     measuring.add_argument(
-        "--devices", type=_parse_numbers, default=(1, 2), metavar="1,2", help="numbers of devices (1,2)"
+        "--devices", type=_parse_numbers, default=(1, 2), metavar="1,2", help="numbers of devices (default: 1,2)"
     )
-    text = "global batches (64,128,256,512)"
+    text = "global batches (default: 64,128,256,512)"
     measuring.add_argument("--batch", type=_parse_numbers, default=(64, 128, 256, 512), metavar="64,128", help=text)
-    measuring.add_argument("--epochs", type=int, default=1, metavar="N", help="epochs of each setting (1)")
-    measuring.add_argument("--rows", type=int, metavar="N", help="limit of rows of the data (all)")
-    measuring.add_argument("--limit", type=float, default=600.0, metavar="S", help="seconds for each setting (600)")
+    measuring.add_argument("--epochs", type=int, default=1, metavar="N", help="epochs of each setting (default: 1)")
+    measuring.add_argument("--rows", type=int, metavar="N", help="use at most N rows (default: all)")
+    measuring.add_argument(
+        "--limit", type=float, default=600.0, metavar="S", help="seconds for each setting (default: 600)"
+    )
     predicting = scale.add_argument_group("prediction, for up to 1,024 devices")
-    text = "between machines: GB/s, or 10GbE, 100GbE, infiniband, nvlink, pcie (100GbE)"
+    text = "between machines: GB/s, or 10GbE, 100GbE, infiniband, nvlink, pcie (default: 100GbE)"
     predicting.add_argument("--bandwidth", type=_parse_number_or_name, default="100GbE", metavar="B", help=text)
     text = "between machines in µs (default: that of the named network, else 30)"
     predicting.add_argument("--latency", type=float, metavar="US", help=text)
-    text = "devices in a machine (8 accelerators, or 1 CPU)"
+    text = "devices in a machine (default: 8 accelerators, or 1 CPU)"
     predicting.add_argument("--devices-per-machine", type=int, metavar="N", help=text)
-    scale.add_argument("--html", default="scaling.html", metavar="FILE", help="HTML report (scaling.html)")
+    scale.add_argument("--html", default="scaling.html", metavar="FILE", help="HTML report (default: scaling.html)")
     scale.add_argument("--json", metavar="FILE", help="write all figures as JSON")
     scale.add_argument(
         "script", metavar="SCRIPT", help="a Python program that calls fit; its arguments stand last, after --"
@@ -140,20 +143,23 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
     plan.add_argument(
         "--for", dest="hardware", type=_parse_names, action="extend", default=[], metavar="A,B", help=text
     )
-    text = "global batches (that of the script)"
+    text = "global batches (default: that of the script)"
     plan.add_argument("--batch", type=_parse_numbers, default=(), metavar="64,128", help=text)
-    text = "replicated, optimizer, variables, recompute, model, model-recompute, or auto for all (auto)"
+    text = "replicated, optimizer, variables, recompute, model, model-recompute, or auto for all (default: auto)"
     plan.add_argument("--strategy", default="auto", metavar="A,B", help=text)
-    text = "of an hour of a target; may be given several times"
+    text = "price per hour of a target; may be repeated"
     plan.add_argument("--price", type=_parse_price, action="append", default=[], metavar="TARGET=PRICE", help=text)
-    text = "between machines of GPUs: GB/s, or 10GbE, 100GbE, infiniband, nvlink, pcie (100GbE)"
+    text = "between machines of GPUs: GB/s, or 10GbE, 100GbE, infiniband, nvlink, pcie (default: 100GbE)"
     plan.add_argument("--bandwidth", type=_parse_number_or_name, default="100GbE", metavar="B", help=text)
     plan.add_argument("--hardware-file", metavar="FILE", help="TOML with further accelerators")
-    plan.add_argument("--no-search", dest="search", action="store_false", help="do not search the largest batch")
-    text = "seconds for each target and strategy (1800)"
+    plan.add_argument("--no-search", dest="search", action="store_false", help="do not search for the largest batch")
+    text = "seconds for each target and strategy (default: 1800)"
     plan.add_argument("--limit", type=float, default=1800.0, metavar="S", help=text)
-    plan.add_argument("--memory", type=float, metavar="GB", help="limit of memory for each target and strategy (none)")
-    plan.add_argument("--jobs", type=int, metavar="N", help="compilers side by side (by cores and memory)")
+    plan.add_argument(
+        "--memory", type=float, metavar="GB", help="memory limit for each target and strategy (default: none)"
+    )
+    text = "compilers that run at once (default: from cores and memory)"
+    plan.add_argument("--jobs", type=int, metavar="N", help=text)
     text = "measure steps on the devices of this machine, compare, and keep the ratio for later plans"
     plan.add_argument("--check", action="store_true", help=text)
     plan.add_argument("--html", metavar="FILE", help="write a page with charts")
@@ -215,7 +221,7 @@ def _add_checkpoint(commands: "argparse._SubParsersAction[argparse.ArgumentParse
 def _add_export(action: argparse.ArgumentParser) -> None:
     action.add_argument("output", metavar="OUTPUT", help="output file; for orbax, a new directory")
     text = "of the output (default: by its ending, else npz); safetensors and orbax need packages"
-    action.add_argument("--format", choices=("npz", "safetensors", "orbax"), help=text)
+    action.add_argument("--format", choices=EXPORT_FORMATS, help=text)
     action.add_argument("--step", type=int, help="step of the checkpoint (default: the newest good one)")
     text = "names of arrays, for example '*trainable/*' for weights; such an export cannot be imported"
     action.add_argument("--only", default="*", metavar="PATTERN", help=text)
@@ -236,7 +242,7 @@ def _demo(options: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in ("matplotlib", "sklearn"):
             raise
-        print(f"lockstep demo: needs {error.name}; Fix: pip install 'keras-lockstep[demo]'.", file=sys.stderr)
+        print(f"lockstep demo: needs {error.name}. Fix: pip install 'keras-lockstep[demo]'.", file=sys.stderr)
         return 2
     return 0 if matches else 1
 
@@ -284,13 +290,14 @@ def _doctor(options: argparse.Namespace) -> int:
 def _scale(options: argparse.Namespace) -> int:
     os.environ.setdefault("KERAS_BACKEND", "jax")  # This process has not imported Keras yet.
     from lockstep.tools.scaling.api import scale_script
+    from lockstep.tools.scaling.prediction import PredictionOptions
     from lockstep.tools.scaling.results import Budget
-    from lockstep.tools.scaling.terminal import Question, render
+    from lockstep.tools.scaling.terminal import render
 
     command = shlex.join(["lockstep", *sys.argv[1:]])
     budget = Budget(options.epochs, options.rows, options.limit)
-    question = Question(options.bandwidth, options.latency, options.devices_per_machine)
-    setting = options.script, options.script_arguments, options.devices, options.batch, budget, question
+    prediction = PredictionOptions(options.bandwidth, options.latency, options.devices_per_machine)
+    setting = options.script, options.script_arguments, options.devices, options.batch, budget, prediction
     report = scale_script(*setting, command=command, outputs=(options.html, options.json))
     print(render(report, is_terminal=sys.stdout.isatty()), end="")
     report.save_html(options.html)
@@ -306,6 +313,8 @@ def _plan(options: argparse.Namespace) -> int:
     from lockstep.tools.plan.render import report_progress, text_of
     from lockstep.tools.scaling.api import check_writable
 
+    if options.check:
+        _refuse_options_of_plans(options)
     settings = PlanOptions.checked(
         options.hardware,
         options.strategy,
@@ -321,8 +330,9 @@ def _plan(options: argparse.Namespace) -> int:
     )
     check_writable((options.html, options.json))
     if options.check:
-        print(check_script(options.script, options.script_arguments, settings, os.environ), end="")
-        return 0
+        text, is_measured = check_script(options.script, options.script_arguments, settings, os.environ)
+        print(text, end="")
+        return 0 if is_measured else 1
     plan = plan_script(options.script, options.script_arguments, settings, os.environ, report_progress)
     print(text_of(plan, is_terminal=sys.stdout.isatty()), end="")
     if options.html:
@@ -330,6 +340,23 @@ def _plan(options: argparse.Namespace) -> int:
     if options.json:
         plan.save_json(options.json)
     return 0 if any(row.fits for row in plan.rows) else 1
+
+
+def _refuse_options_of_plans(options: argparse.Namespace) -> None:
+    """Reject options that a check would ignore."""
+    given = {
+        "--for": options.hardware,
+        "--price": options.price,
+        "--jobs": options.jobs,
+        "--no-search": not options.search,
+        "--html": options.html,
+        "--json": options.json,
+    }
+    for name, value in given.items():
+        if value:
+            raise OptionError(
+                f"{name}: --check measures the devices of this machine and prints lines. Fix: omit {name}, or --check."
+            )
 
 
 def _env(options: argparse.Namespace) -> int:
@@ -429,19 +456,26 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=0,
         metavar="K",
-        help="restart all when one fails; with --servers also a lost worker alone (0)",
+        help="restart all when one fails; with --servers also a lost worker alone (default: 0)",
     )
-    _add(lifetime, "--timeout", type=float, metavar="S", help="limit for the whole run in seconds (none)")
-    _add(lifetime, "--grace", type=float, default=30.0, metavar="S", help="seconds to exit in after SIGTERM (30)")
+    _add(lifetime, "--timeout", type=float, metavar="S", help="limit for the whole run in seconds (default: none)")
+    _add(
+        lifetime,
+        "--grace",
+        type=float,
+        default=30.0,
+        metavar="S",
+        help="seconds to exit in after SIGTERM (default: 30)",
+    )
     output = parser.add_argument_group("output")
     _add(output, "--log-dir", type=Path, metavar="D", help="write the output of worker 0 to D/worker-0.log, and so on")
-    _add(output, "--tee", action="store_true", help="show it, too")
+    _add(output, "--tee", action="store_true", help="with --log-dir: also print the output")
     _add(
         parser,
         "--allocator",
         choices=ALLOCATORS,
         default="auto",
-        help="memory allocator, for CPUs (auto: the fastest available)",
+        help="memory allocator, for CPUs (default: auto, the fastest available)",
     )
     _add(
         parser,
@@ -460,20 +494,20 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_workers(group: Any) -> None:
-    _add(group, "--nproc-per-node", "-n", type=int, metavar="N", help="workers on each node (1)")
+    _add(group, "--nproc-per-node", "-n", type=int, metavar="N", help="workers on each node (default: 1)")
     text = "workers of asynchronous training, with a chief and --servers; on this machine"
     _add(group, "--workers", type=int, metavar="W", help=text)
     text = "variable servers for --workers, ps in TF_CONFIG"
     _add(group, "--servers", type=int, metavar="S", help=text)
     _add(group, "--evaluator", action="store_true", help="with --servers: add a process that evaluates")
-    text = "nodes, or MIN:MAX; each runs this command (1, or as many as --hosts)"
+    text = "nodes, or MIN:MAX; each runs this command (default: 1, or as many as --hosts)"
     _add(group, "--nnodes", type=_nodes, metavar="M", help=text)
     _add(group, "--node-rank", type=int, metavar="R", help="rank of this node, from 0")
-    _add(group, "--coordinator", metavar="HOST:PORT", help="address of worker 0 (a free port of this machine)")
+    _add(group, "--coordinator", metavar="HOST:PORT", help="address of worker 0 (default: a free port of this machine)")
     _add(group, "--hosts", metavar="A,B", help="all nodes in order, each HOST or HOST:PORT")
-    text = "with MIN:MAX, wait so long for more nodes when MIN have joined (30)"
+    text = "with MIN:MAX, how long to wait for more nodes once MIN have joined (default: 30)"
     _add(group, "--join-seconds", type=float, default=30.0, metavar="S", help=text)
-    text = "with MIN:MAX, limit of the wait for MIN nodes (600)"
+    text = "with MIN:MAX, limit of the wait for MIN nodes (default: 600)"
     _add(group, "--start-seconds", type=float, default=600.0, metavar="S", help=text)
 
 
@@ -529,15 +563,17 @@ def _check_servers(options: argparse.Namespace) -> None:
         return
     if missing:
         raise OptionError(
-            f"{named[0]}: give {' and '.join(missing)}, too; for synchronous training without servers, give -n."
+            f"{named[0]} needs {' and '.join(missing)}. Fix: give these options, too, or only -n for synchronous training without servers."
         )
     if options.nproc_per_node is not None:
-        raise OptionError("--nproc-per-node: with --servers, --workers is the number of workers; omit this option.")
+        raise OptionError(
+            "--nproc-per-node: with --servers, --workers is the number of workers. Fix: omit this option."
+        )
     values = {f"--{name.replace('_', '-')}": vars(options)[name] for name in _MULTI_NODE_OPTIONS}
     refused = [option for option, value in values.items() if value is not None and value != (None, 1)]
     if refused or options.printer is not None:
         raise OptionError(
-            f"{(refused or ['--print'])[0]}: --servers is for one machine. On several machines, start each process of the job "
+            f"{(refused or ['--print'])[0]}: --servers is for one machine. Fix: on several machines, start each process of the job "
             "separately with its TF_CONFIG: the cluster with chief, worker and ps, and its own task."
         )
 

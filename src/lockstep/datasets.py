@@ -122,7 +122,7 @@ def _fetched(module: Any) -> Any:
         return module.load_data()
     except Exception as error:  # Keras raises a plain Exception.
         raise InputError(
-            f"{name}: Keras could not fetch it: {error}. Set LOCKSTEP_DATA to a folder in which there is {name}/, as "
+            f"{name}: Keras could not fetch it: {error}. Fix: set LOCKSTEP_DATA to a folder in which there is {name}/, as "
             "lockstep.datasets says, or try again with a network."
         ) from error
 

@@ -23,7 +23,7 @@ DTYPES = (
 )
 SHAPES: tuple[tuple[int, ...], ...] = ((), (0,), (1,), (7,), (3, 0, 2), (3, 5), (1001,))
 _AXIS = "device"
-_LONGEST = 2**24  # of an axis
+_MAX_LENGTH = 2**24  # of an axis
 
 
 def check_cross_device_ops(
@@ -113,7 +113,9 @@ def _dtype(name: Any) -> np.dtype:
 def _shapes(shapes: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
     what = "a list of shapes such as [(3, 5)]"
     given = [instance_of((tuple, list), "shapes", shape, what) for shape in sequence_of("shapes", shapes, what)]
-    return [tuple(whole_number("shapes", length, least=0, most=_LONGEST) for length in shape) for shape in given]
+    return [
+        tuple(whole_number("shapes", length, minimum=0, maximum=_MAX_LENGTH) for length in shape) for shape in given
+    ]
 
 
 def _pieces(dtype: np.dtype, shape: tuple[int, ...], count: int) -> np.ndarray:
@@ -144,7 +146,7 @@ def _reduced_twice(
         sums = all_reduce(ReduceOp.SUM, own, _AXIS, devices, ops)
         if len(sums) != len(own):
             raise ContractError(
-                f"Expected one sum for each of {len(own)} arrays, got {len(sums)} sums. Return one for each array that all_reduce is given."
+                f"Expected one sum for each of {len(own)} arrays, got {len(sums)} sums. Fix: return one for each array that all_reduce is given."
             )
         for value, total in zip(own, sums, strict=True):
             _check_shape_and_dtype(value, total, len(devices))

@@ -49,6 +49,10 @@ def format_name(request):
     return request.param
 
 
+def test_the_command_knows_all_formats():
+    assert tuple(FORMATS) == cli.EXPORT_FORMATS
+
+
 def said(capsys, *arguments, code=0):
     assert cli.main(["checkpoint", *map(str, arguments)]) == code
     return capsys.readouterr()
@@ -218,7 +222,7 @@ def test_read_export_refuses_what_numpy_wrote_and_a_pipe(tmp_path):
 
 def test_read_export_refuses_changed_arrays(tmp_path):
     snapshot = Snapshot({"kernel": np.ones(3, np.float32), "bias": np.zeros(2)})
-    record = export_formats._manifest_of(loaded_of(snapshot, tmp_path), None)
+    record = export_formats._encoded_manifest(loaded_of(snapshot, tmp_path), None)
     write = FORMATS["npz"].write
     for arrays, problem in (
         ({"kernel": np.full(3, 2, np.float32)}, "array 'kernel' is damaged or was changed: got float32"),

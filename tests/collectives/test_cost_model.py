@@ -12,8 +12,8 @@ from lockstep.collectives.cost_model import (
     AllReduceMeasurement,
     Network,
     NetworkLink,
-    fit,
-    predict,
+    fit_network,
+    predict_seconds,
 )
 from lockstep.testing import count_traffic
 
@@ -109,12 +109,12 @@ def test_what_cannot_be_counted_is_refused(ops, message):
 def test_the_formulas_say_what_is_counted(algorithm, devices):
     elements = 5040 * devices  # More than the tree sends whole.
     traffic = count_traffic(ALGORITHMS[algorithm](), [jax.ShapeDtypeStruct((elements,), "float32")], devices)
-    assert predict(algorithm, 4 * elements, devices, Network(NetworkLink(1, 0), NetworkLink(1, 0), 99)) == len(
+    assert predict_seconds(algorithm, 4 * elements, devices, Network(NetworkLink(1, 0), NetworkLink(1, 0), 99)) == len(
         traffic.rounds
     )
-    bytes_alone = predict(algorithm, 4 * elements, devices, Network(NetworkLink(0, 1), NetworkLink(0, 1), 99))
+    bytes_alone = predict_seconds(algorithm, 4 * elements, devices, Network(NetworkLink(0, 1), NetworkLink(0, 1), 99))
     assert bytes_alone == pytest.approx(traffic.in_turn)
-    on_two_levels = predict(algorithm, 4 * elements, devices, TWO_LEVELS)
+    on_two_levels = predict_seconds(algorithm, 4 * elements, devices, TWO_LEVELS)
     rounds = [TWO_LEVELS.seconds(np.asarray(each.pairs), each.nbytes) for each in traffic.rounds]
     assert on_two_levels == pytest.approx(sum(rounds))
 
@@ -123,32 +123,36 @@ def test_the_ring_costs_what_the_paper_says():
     network = Network(NetworkLink(2e-6, 3e-9), NetworkLink(2e-6, 3e-9), 64, seconds_per_added_byte=5e-10)
     n, m = 16, 1e6
     expected = 2 * (n - 1) * 2e-6 + 2 * (n - 1) / n * m * 3e-9 + (n - 1) / n * m * 5e-10
-    assert predict("ring", m, n, network) == pytest.approx(expected)
+    assert predict_seconds("ring", m, n, network) == pytest.approx(expected)
 
 
 def test_devices_of_a_machine_share_its_way_out():
     free, shared = NetworkLink(0, 0), NetworkLink(0, 1)
-    one_crosses = predict("ring", 8, 8, Network(free, shared, 4))
+    one_crosses = predict_seconds("ring", 8, 8, Network(free, shared, 4))
     assert one_crosses == pytest.approx(2 * 7)
-    all_cross = predict("halving_doubling", 8, 8, Network(free, shared, 4))
+    all_cross = predict_seconds("halving_doubling", 8, 8, Network(free, shared, 4))
     assert all_cross == pytest.approx(2 * 4 * 1)
 
 
 def test_each_algorithm_has_its_range():
     network = Network(NetworkLink(5e-6, 1 / 200e9), NetworkLink(20e-6, 1 / 25e9), 8)
     for devices in (8, 64, 512, 4096):
-        times = {name: predict(name, 1e3, devices, network) for name in FORMULAS}
+        times = {name: predict_seconds(name, 1e3, devices, network) for name in FORMULAS}
         assert min(times, key=times.get) == "halving_doubling"
     for devices in (64, 512):
-        assert predict("half_precision", 1e9, 8, network) < predict("ring", 1e9, 8, network)
-        assert predict("ring", 1e9, devices, network) < predict("hierarchical_copy", 1e9, devices, network)
-        assert predict("hierarchical_copy", 1e9, devices, network) < predict("reduce_to_one", 1e9, devices, network)
+        assert predict_seconds("half_precision", 1e9, 8, network) < predict_seconds("ring", 1e9, 8, network)
+        assert predict_seconds("ring", 1e9, devices, network) < predict_seconds(
+            "hierarchical_copy", 1e9, devices, network
+        )
+        assert predict_seconds("hierarchical_copy", 1e9, devices, network) < predict_seconds(
+            "reduce_to_one", 1e9, devices, network
+        )
 
 
 def test_a_fit_finds_the_values_that_made_the_times():
     network = Network(NetworkLink(4e-6, 2e-10), NetworkLink(4e-6, 2e-10), 4, seconds_per_added_byte=1e-10)
-    found, error = fit(
-        [AllReduceMeasurement(a, m, 4, predict(a, m, 4, network)) for a in FORMULAS for m in (1e3, 1e5, 1e7)]
+    found, error = fit_network(
+        [AllReduceMeasurement(a, m, 4, predict_seconds(a, m, 4, network)) for a in FORMULAS for m in (1e3, 1e5, 1e7)]
     )
     assert found.within.latency == pytest.approx(4e-6)
     assert found.within.seconds_per_byte == pytest.approx(2e-10)
@@ -159,13 +163,13 @@ def test_a_fit_finds_the_values_that_made_the_times():
 def test_a_fit_has_no_negative_value():
     rng = np.random.default_rng(0)
     noisy = [AllReduceMeasurement(a, m, 4, m * 1e-9 * rng.uniform(0.5, 2)) for a in FORMULAS for m in (1e3, 1e5, 1e7)]
-    found, error = fit(noisy)
+    found, error = fit_network(noisy)
     assert min(found.within.latency, found.within.seconds_per_byte, found.seconds_per_added_byte) >= 0
     assert 0 < error < 1
 
 
 def test_a_cost_without_a_formula_is_refused():
     with pytest.raises(lockstep.OptionError, match="no formula for 'star'; there are: auto, "):
-        predict("star", 1e3, 8, TWO_LEVELS)
+        predict_seconds("star", 1e3, 8, TWO_LEVELS)
     with pytest.raises(lockstep.OptionError, match="devices_per_machine: expected a whole number of at least 1, got 0"):
         Network(NetworkLink(0, 0), NetworkLink(0, 0), 0)

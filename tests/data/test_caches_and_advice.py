@@ -283,7 +283,7 @@ def test_a_slow_generator_is_named_at_the_end_of_fit(wait, told, caplog, monkeyp
             time.sleep(wait)
             yield x, y
 
-    monkeypatch.setattr(prefetch, "_LEAST", 0.2)
+    monkeypatch.setattr(prefetch, "_MIN_WAITED_SECONDS", 0.2)
     caplog.set_level(logging.INFO, "lockstep")
     model, _ = counting(Topology(2, 1))
     model.fit(batches(), steps_per_epoch=40, shuffle=False, verbose=0)

@@ -228,7 +228,7 @@ def test_a_generator_goes_on_from_epoch_to_epoch(kind, steps):
     for one, batch in zip(taken, expected, strict=True):
         assert_same(one.batch, batch)
     for share in (slice(None), slice(1, None, 2), slice(-1, None)):
-        reader = Reader(ONE_PASS[kind](), seed=1)  # With the chief's numbers, as at the begin of a job.
+        reader = Reader(ONE_PASS[kind](), seed=1)  # With the chief's numbers, as at the beginning of a job.
         for one in taken[share]:
             assert_same(reader.batch(one), one.batch)
 

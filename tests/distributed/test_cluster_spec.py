@@ -41,7 +41,7 @@ def test_a_cluster_of_which_some_addresses_are_known():
         ({"worker": ["a:1", "b"]}, "worker 1: expected an address such as .*, got 'b'"),
         ({"worker": ["a:1", 5]}, "worker 1: expected an address such as .*, got 5"),
         ({"worker": ["a:1", "b:70000"]}, "a port of 1 to 65535, got 'b:70000'"),
-        ({"worker": ["a:1", "b:1", "a:1"]}, "worker 0 and worker 2 have one address, a:1. Give each its own"),
+        ({"worker": ["a:1", "b:1", "a:1"]}, "worker 0 and worker 2 have one address, a:1. Fix: give each its own"),
         ({"worker": ["a:1"], "ps": ["a:1"]}, "worker 0 and ps 0 have one address, a:1"),
         ({"chief": ["a:1", "b:1"]}, "expected one chief at most, got 2: a:1, b:1"),
         ({"evaluator": ["a:1", "b:1"]}, "expected one evaluator at most"),
@@ -99,7 +99,7 @@ def test_parameter_servers_are_ignored_and_the_true_number_of_workers_is_told():
 
 def test_a_parameter_server_has_nothing_to_do_in_a_group():
     resolver = member("ps", 0)
-    message = "this process is ps 0, and MultiWorkerMirroredStrategy has no work for it.*Do not start it and remove 'ps'.*ParameterServerStrategy"
+    message = "this process is ps 0, and MultiWorkerMirroredStrategy has no work for it.*Fix: do not start it and remove 'ps'.*ParameterServerStrategy"
     with pytest.raises(lockstep.ClusterError, match=message):
         resolver.group()
 

@@ -127,7 +127,7 @@ def test_a_call_that_comes_to_its_limit_ends_the_job_and_names_who_did_not_come(
         began = time.monotonic()
         with pytest.raises(
             ClusterError,
-            match=r"in 'data' at step 7: did not come to gather 'rows' within 1.5 s. See what they print, or raise",
+            match=r"in 'data' at step 7: did not reach gather 'rows' within 1.5 s. Fix: see their output, or raise",
         ) as caught:
             job.sessions[0].gather("rows", timeout_seconds=1.5)
         assert 1.5 < time.monotonic() - began < DEADLINE / 2
@@ -141,7 +141,7 @@ def test_a_call_that_comes_to_its_limit_ends_the_job_and_names_who_did_not_come(
 
 
 def test_a_limit_that_is_no_number_ends_at_once():
-    with ThreadedJob(2) as job, pytest.raises(ClusterError, match="did not come to gather 'rows' within nan s"):
+    with ThreadedJob(2) as job, pytest.raises(ClusterError, match="did not reach gather 'rows' within nan s"):
         job.sessions[0].gather("rows", timeout_seconds=float("nan"))
 
 
@@ -151,7 +151,7 @@ def test_a_worker_that_compiles_is_waited_for():
         job.sessions[0].report(1, "step")
         job.sessions[1].report(1, "compiling")
         began = time.monotonic()
-        with pytest.raises(ClusterError, match=r"in 'compiling' at step 1: did not come to gather 'rows' within 3 s"):
+        with pytest.raises(ClusterError, match=r"in 'compiling' at step 1: did not reach gather 'rows' within 3 s"):
             job.sessions[0].gather("rows")
         assert time.monotonic() - began > 3
 
@@ -230,7 +230,7 @@ def test_who_has_left_is_an_error_only_for_those_that_need_it():
         assert job.failures == [[], [], []]
         with pytest.raises(ClusterError, match="This control client is closed"):
             job.sessions[1].gather("rows")
-        with pytest.raises(ClusterError, match=r"worker 1 of 3 \(.*\) came to the end before gather 'rows'"):
+        with pytest.raises(ClusterError, match=r"worker 1 of 3 \(.*\) finished before gather 'rows'"):
             job.sessions[0].gather("rows")
 
 

@@ -90,12 +90,12 @@ def test_the_sentences_say_who_where_for_how_long_and_who_waits():
     assert (stuck.host, stuck.pid, stuck.exit_code) == ("node1", 71, 124)
     silent = find_failure(NOW, [a_status(0, 8, "step", 1), a_status(1, 7, "step", 62, silent=61)], LIMITS)
     assert silent.sentence == (
-        "worker 1 of 3 (node1, process 71) does not answer: no sign of life for 61 s, last in 'step' at step 7 (stopped, or "
+        "worker 1 of 3 (node1, process 71) does not answer: no heartbeat for 61 s, last in 'step' at step 7 (stopped, or "
         "cut off from the network)."
     )
     assert silent.exit_code == 75
     left = find_failure(NOW, [a_status(0, 8, "step", 61), a_status(1, 7, "step", 62, left=True)], LIMITS)
-    assert left.sentence.endswith("came to its end after step 7; worker 0 waits for it in step 8.")
+    assert left.sentence.endswith("finished after step 7; worker 0 waits for it in step 8.")
     assert left.exit_code == 13
 
 
@@ -116,7 +116,7 @@ def test_a_silence_that_came_before_is_the_cause(kind):
     found = make_failure(kind, a_status(0, 8, "step", 1).peer, "has failed.")
     named = find_cause(NOW, found, [a_status(0, 8, "step", 1, silent=90), a_status(1, 7, "step", 10, silent=9)])
     assert (named.kind, named.worker) == (FailureKind.SILENT, 1)
-    assert "no sign of life for 9 s" in named.sentence
+    assert "no heartbeat for 9 s" in named.sentence
     assert named.sentence.endswith("Then worker 0 of 3 (node0, process 70) has failed.")
     for others in ([a_status(1, 7, "step", 10, silent=1)], [a_status(1, 8, "step", 10, silent=9, left=True)]):
         assert find_cause(NOW, found, [a_status(0, 8, "step", 1, silent=90), *others]) is found

@@ -205,9 +205,9 @@ def test_who_says_nothing_is_turned_away_and_delays_nobody():
             assert job.lines[0] == []  # All have joined, and it is still heard out.
             assert job.errors == {}
             connection = FramedSocket(silent)
-            assert connection.wait(DEADLINE)["sentence"].endswith("said nothing for 5 s")
+            assert connection.wait(DEADLINE)["sentence"].endswith("sent nothing for 5 s")
             assert (connection.wait(DEADLINE), connection.ended) == (None, "its connection closed")
-        assert "it said nothing for 5 s" in job.lines[0][0]
+        assert "it sent nothing for 5 s" in job.lines[0][0]
 
 
 def test_a_worker_that_goes_away_before_the_start_is_named_to_the_others():
@@ -305,7 +305,9 @@ def test_a_port_in_use_is_named_and_by_whom():
         with pytest.raises(ClusterError) as caught:
             join(**{**job.arguments(0), "listener": None})
         port = job.coordinator.split(":")[1]
-        assert f"cannot listen on port {port} of 127.0.0.1: another Lockstep job uses it. End that" in str(caught.value)
+        assert f"cannot listen on port {port} of 127.0.0.1: another Lockstep job uses it. Fix: end that" in str(
+            caught.value
+        )
         assert "another port, where this one comes from: TF_CONFIG, --hosts, --coordinator or LOCKSTEP_PORT." in str(
             caught.value
         )

@@ -49,7 +49,7 @@ def test_who_has_left_is_named_to_those_that_wait_and_that_come_later():
     calls = PendingCollectives(3)
     calls.put(0, "main", 0, GATHER, "rows", 1)
     sentence = (
-        "worker 2 of 3 came to the end before gather 'rows', where others wait: all workers must make the same calls, such as fit "
+        "worker 2 of 3 finished before gather 'rows', where others wait: all workers must make the same calls, such as fit "
         "and evaluate, in the same order."
     )
     assert calls.leave(2, "worker 2 of 3") == [CollectiveReply((0,), "main", [], sentence)]

@@ -71,7 +71,7 @@ def test_a_cluster_without_chief_worker_or_server_says_what_it_has(job, left_out
     assert "arguments: lockstep.ParameterServerStrategy needs a chief, a worker or more, and a ps or more" in str(
         error.value
     )
-    assert f"the cluster has {found}. Set TF_CONFIG" in str(error.value)
+    assert f"the cluster has {found}. Fix: set TF_CONFIG" in str(error.value)
     assert_the_example_works(str(error.value))
 
 

@@ -62,12 +62,10 @@ def test_the_death_of_a_worker_is_noticed_by_all(start, does):
         code, said = survivor.end(), survivor.said
         assert code == 75
         # The system resets a connection, and says so, if what was sent to the dead was not yet read.
-        died = (
-            rf"process {workers[1].pid}\) died: its connection closed( \(Connection reset by peer\))? without a goodbye"
-        )
+        died = rf"process {workers[1].pid}\) died: its connection closed( \(Connection reset by peer\))? unexpectedly"
         assert re.search(died, said), said
         assert "worker 1 of 3" in said
-        assert "This process ends with code 75. What it printed last says why;" in said
+        assert "This process ends with code 75. Fix: see the end of its output;" in said
         assert when_it_noticed(survivor) - began < NOTICED
 
 
@@ -169,7 +167,7 @@ def test_a_worker_that_was_stopped_is_named(start, stopped):
     for survivor in (worker for worker in workers if worker is not workers[stopped]):
         code, said = survivor.end(), survivor.said
         assert code == 75
-        assert f"process {workers[stopped].pid}) does not answer: no sign of life for " in said
+        assert f"process {workers[stopped].pid}) does not answer: no heartbeat for " in said
         assert f"worker {stopped} of 3" in said
         assert SHORT - 1 < when_it_noticed(survivor) - began < SHORT + SOON
     workers[stopped].send(signal.SIGCONT)
@@ -222,7 +220,7 @@ def test_a_worker_that_ends_before_the_others_is_named_when_they_need_it(start):
     assert ended(workers[1]) == (0, "")
     code, said = workers[0].end(), workers[0].said
     assert code == 13
-    assert f"process {workers[1].pid}) came to its end after step 7; worker 0 waits for it in step 8." in said
+    assert f"process {workers[1].pid}) finished after step 7; worker 0 waits for it in step 8." in said
 
 
 def test_a_worker_that_never_starts_is_named_by_all(start):

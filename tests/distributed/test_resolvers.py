@@ -282,7 +282,7 @@ def test_an_allocation_for_many_without_srun_is_one_worker(job, given):
     assert (group.workers, group.index, group.coordinator) == (1, 0, "127.0.0.1:12421")
     (note,) = group.notes
     assert note.startswith(f"Slurm: the job has {given}, but this process is none of its tasks")
-    assert "Start the script with srun" in note
+    assert "Fix: start the script with srun" in note
 
 
 def test_a_job_of_one_task_is_one_worker_without_a_word():

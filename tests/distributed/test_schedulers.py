@@ -247,7 +247,7 @@ def test_ports_of_libtpu_are_no_part_of_a_host():
     ],
 )
 def test_incomplete_variables_of_a_tpu_pod_are_named(environ, missing):
-    with pytest.raises(lockstep.ClusterError, match=rf"^the TPU pod: {missing}.* is not set\. Set it as GKE does"):
+    with pytest.raises(lockstep.ClusterError, match=rf"^the TPU pod: {missing}.* is not set\. Fix: set it as GKE does"):
         resolve(environ)
 
 
@@ -335,7 +335,7 @@ class Module:
 def test_a_process_of_ray_that_is_no_worker_of_ray_train(modules):
     assert not RayClusterResolver.is_present(ray(0), RayTrain(modules))
     with pytest.raises(
-        lockstep.ClusterError, match=r"this is no worker of Ray Train\. Make the strategy in the function"
+        lockstep.ClusterError, match=r"this is no worker of Ray Train\. Fix: make the strategy in the function"
     ):
         RayClusterResolver(ray(0), ray=RayTrain(modules))
 

@@ -109,7 +109,7 @@ def test_a_failure_is_said_first_then_there_is_time_to_unwind_then_comes_the_end
         end=lambda code: order.append(code),
     )
     guard.on_failure(DIED)
-    said = f"lockstep: worker 1 of 2 (node1, process 71) died. This process ends with code 75. {DIED.cure}\n"
+    said = f"lockstep: worker 1 of 2 (node1, process 71) died. This process ends with code 75. {DIED.fix}\n"
     assert order == [(4, said), 75]
 
 
@@ -126,7 +126,7 @@ def test_what_has_become_of_whom_is_said_below_the_traceback(capfd):
             thread.join(30)
     finally:
         guard.restore()
-    said = f"lockstep: worker 1 of 2 (node1, process 71) died. This process ends with code 75. {DIED.cure}"
+    said = f"lockstep: worker 1 of 2 (node1, process 71) died. This process ends with code 75. {DIED.fix}"
     *before, last = capfd.readouterr().err.splitlines()
     assert last == said
     assert before.count(said) <= 1  # Where the failure was known before the exception came.

@@ -66,7 +66,7 @@ def test_doctor_gives_code_0_for_a_clean_script_and_looks_at_a_cluster(doctor):
     code = SCRIPT.replace("WITH", STRATEGY)
     done = doctor(code, "train.py")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "\nno findings\nlooked at:\n" in done.stdout
+    assert "\nno findings\nchecked:\n" in done.stdout
     done = doctor(code, "train.py", environ={"TF_CONFIG": json.dumps(cluster)})
     assert done.returncode == 1, done.stderr
     assert "worker-not-reached: worker 0 at 127.0.0.1:1 refused: nothing listens there yet" in done.stdout

@@ -144,7 +144,7 @@ def test_report_without_findings_lists_what_was_checked():
     with strategy.scope():
         model = net(dense(), loss=FROM_LOGITS)
     report = strategy.doctor(model, X, Y)
-    assert str(report).startswith("no findings\nlooked at:\n")
+    assert str(report).startswith("no findings\nchecked:\n")
     assert "MiB on each device" in str(report)
     assert report.as_dict()["findings"] == []
 
@@ -155,7 +155,7 @@ def test_report_shows_location_reason_and_remedy_of_a_finding():
         model, data = PROGRAMS["softmax-from-logits"][0][0]()
     text = str(strategy.doctor(model, *data))
     assert text.startswith("1 finding\n\nsoftmax-from-logits: the output is a softmax")
-    assert all(f"\n  {word}" in text for word in ("where", "why", "cure"))
+    assert all(f"\n  {word}" in text for word in ("where", "why", "fix"))
     assert "test_full_check.py:" in text
 
 

@@ -283,7 +283,7 @@ def test_rendezvous_rejects_a_second_job_at_its_address(job):
     wait_for_message(nodes.start("--node-rank", 0), "waiting for ")
     code, _, messages = end_of(nodes.start("--node-rank", 0))
     assert code == 2
-    assert "another Lockstep job uses it. End that ('ss -ltnp' shows its process), or give" in messages
+    assert "another Lockstep job uses it. Fix: end that ('ss -ltnp' shows its process), or give" in messages
 
 
 @pytest.mark.parametrize("nnodes", ["2:1", "0:2", "a:2", ":2", "1:2:3"])

@@ -146,8 +146,8 @@ def test_the_root_cause_several_failures_is_no_consequence():
     ours = ErrorRecord(3.0, False, "ValueError")
     theirs = ErrorRecord(2.0, True, "ClusterError")
     failures = [failure(0, 75, 1.0), failure(1, 13, 3.0, ours), failure(2, 13, 2.0, theirs), failure(3, -9, 4.0)]
-    assert root_cause(failures).task.index == 1
-    assert root_cause([failures[3], failures[1]]).task.index == 1
-    assert root_cause([failures[0], failures[3]]).task.index == 3
-    assert root_cause([failures[0], failures[2]]).task.index == 0
+    assert root_cause(failures).process.index == 1
+    assert root_cause([failures[3], failures[1]]).process.index == 1
+    assert root_cause([failures[0], failures[3]]).process.index == 3
+    assert root_cause([failures[0], failures[2]]).process.index == 0
     assert [job_exit_code(one.code) for one in failures] == [75, 13, 13, 137]

@@ -43,7 +43,7 @@ class Rendezvous:
 
     def assignments(self):
         """Generation, rank and number of nodes by key, of all whose last message is an assignment; the messages are cleared."""
-        found = {key: message["place"] for key, message in self.sent.items() if message["kind"] == "start"}
+        found = {key: message["assignment"] for key, message in self.sent.items() if message["kind"] == "start"}
         self.sent.clear()
         return {key: (place["generation"], place["node"], place["nodes"]) for key, place in found.items()}
 
@@ -95,7 +95,9 @@ def test_who_is_too_many_waits_and_takes_the_place_of_one_that_is_lost():
     assert rendezvous.state.describe_wait() == "node 0 (process 0) and node 1 (process 1) to end"
     rendezvous.leave(1)
     rendezvous.wait(1)
-    assert rendezvous.sent == {0: {"kind": "call off", "sentence": "node 1 (process 1): lost, its connection closed"}}
+    assert rendezvous.sent == {
+        0: {"kind": "stop_generation", "sentence": "node 1 (process 1): lost, its connection closed"}
+    }
     rendezvous.ended(_0=LOST)
     rendezvous.wait(0.9)
     assert rendezvous.assignments() == {}
@@ -107,7 +109,7 @@ def test_workers_have_addresses_of_their_own_where_nodes_share_a_machine():
     rendezvous = Rendezvous((3, 3))
     for key, workers, host in ((0, 2, "a"), (1, 1, "b"), (2, 2, "a")):
         rendezvous.join(key, workers=workers, host=host)
-    place = rendezvous.sent[2]["place"]
+    place = rendezvous.sent[2]["assignment"]
     assert place["addresses"] == ("a:501", "a:502", "b:501", "a:503", "a:504")
     assert (place["first"], place["workers"], place["all_workers"], place["coordinator"]) == (3, 2, 5, "a:501")
 
@@ -127,7 +129,7 @@ def test_the_pause_grows_and_restarts_are_counted_for_the_whole_job():
     for generation, pause in ((1, 1), (2, 2)):
         rendezvous.ended(_0=FAILED, _1=LOST)
         rendezvous.wait(pause - 0.1)
-        assert rendezvous.sent[0]["kind"] == "again"
+        assert rendezvous.sent[0]["kind"] == "generation_failed"
         rendezvous.wait(0.1)
         assert rendezvous.assignments() == {0: (generation, 0, 2), 1: (generation, 1, 2)}
     rendezvous.ended(_0=LOST, _1=FAILED)
@@ -151,7 +153,7 @@ def test_who_does_not_end_in_time_is_left_out():
     rendezvous.join(0), rendezvous.join(1)
     rendezvous.ended(_0=FAILED)
     rendezvous.wait(1 + 5 + 14)
-    assert rendezvous.sent[1]["kind"] == "call off"
+    assert rendezvous.sent[1]["kind"] == "stop_generation"
     rendezvous.wait(1)
     assert rendezvous.ends() == {1: 75}
     rendezvous.wait(1)
@@ -176,7 +178,7 @@ def test_a_node_that_sends_nothing_is_given_up_by_name_and_the_others_are_not():
         "sentence": "this node sent nothing for 60 s, and the job continues without it",
     }
     why = "restart 1 of 2 in 1 s or later: node 2 (process 2): lost, it sent nothing for 60 s (stopped, or cut off)"
-    assert rendezvous.sent[0] == rendezvous.sent[1] == {"kind": "again", "sentence": why}
+    assert rendezvous.sent[0] == rendezvous.sent[1] == {"kind": "generation_failed", "sentence": why}
     assert sorted(rendezvous.state.nodes) == [0, 1]
 
 
@@ -205,12 +207,12 @@ def test_a_client_sends_a_heartbeat_each_second_and_none_into_a_full_connection(
         client = RendezvousClient(FramedSocket(one), None, "node 0", None, None, print, clock=lambda: next(time))
         beats, received = FramedSocket(other), []
         for _ in range(3):
-            client.beat()
+            client.send_heartbeat_if_due()
             received += beats.receive()
-        assert received == [{"kind": "beat"}] * 2
+        assert received == [{"kind": "heartbeat"}] * 2
         client.connection.send(b"x" * 2**24)
         before = len(client.connection._unsent)
-        client.beat()
+        client.send_heartbeat_if_due()
         assert len(client.connection._unsent) == before > 0
 
 

@@ -225,16 +225,16 @@ def test_a_lost_worker_does_not_start_again_when_the_job_is_asked_to_end(tmp_pat
     [
         (
             "--workers 2",
-            "--workers: give --servers, too; for synchronous training without servers, give -n.",
+            "--workers needs --servers. Fix: give these options, too, or only -n for synchronous training without servers.",
         ),
-        ("--servers 1", "--servers: give --workers, too"),
-        ("--evaluator", "--evaluator: give --workers and --servers, too"),
+        ("--servers 1", "--servers needs --workers. Fix: give these options"),
+        ("--evaluator", "--evaluator needs --workers and --servers. Fix: give these options"),
         ("--workers 0 --servers 1", "--workers: expected a whole number of at least 1, got 0"),
         ("--workers 1 --servers 0", "--servers: expected a whole number of at least 1, got 0"),
         ("--workers 1 --servers 1 -n 2", "--nproc-per-node: with --servers, --workers is the number of workers"),
         (
             "--workers 1 --servers 1 --nnodes 2",
-            "--nnodes: --servers is for one machine. On several machines, start each process",
+            "--nnodes: --servers is for one machine. Fix: on several machines, start each process",
         ),
         ("--workers 1 --servers 1 --nnodes 1:1", "--nnodes: --servers is for one machine"),
         ("--workers 1 --servers 1 --hosts a,b", "--hosts: --servers is for one machine"),

@@ -12,6 +12,6 @@ except ModuleNotFoundError as error:
     if (error.name or "").partition(".")[0] != "tensorflow":
         raise
     raise BackendError(
-        "Keras starts with the TensorFlow backend unless it is configured otherwise. Lockstep needs JAX: set "
+        "Keras starts with the TensorFlow backend unless it is configured otherwise. Lockstep needs JAX. Fix: set "
         'os.environ["KERAS_BACKEND"] = "jax" (or export KERAS_BACKEND=jax) before the first import of keras or lockstep.'
     ) from None  # The traceback into Keras does not help.

@@ -37,7 +37,6 @@ from lockstep._keras.patches import (
     OWN_FIT,
     SHARD_VARIABLES,
     STATE_SYNC,
-    STATELESS_CALL,
     STEP_FUNCTIONS,
     SYNCHRONIZED_ARGUMENT,
     install,
@@ -89,14 +88,14 @@ def check_keras() -> None:
     """
     if keras.backend.backend() != "jax":
         raise BackendError(
-            f"Lockstep needs Keras on JAX, but Keras runs on {keras.backend.backend()}. Set "
+            f"Lockstep needs Keras on JAX, but Keras runs on {keras.backend.backend()}. Fix: set "
             'os.environ["KERAS_BACKEND"] = "jax" before the first import of keras.'
         )
     others = ["jax_state_sync", "stateless_call", "_flatten_layers", "_symbolic_build"]
     wanted = [f"make_{name}_function" for name in FUNCTIONS] + others
     if missing := [name for name in wanted if not hasattr(keras.Model, name)]:
         raise BackendError(
-            f"Keras {keras.__version__} has no Model.{missing[0]}; this version of Lockstep knows Keras 3.15. Install "
+            f"Keras {keras.__version__} has no Model.{missing[0]}; this version of Lockstep knows Keras 3.15. Fix: install "
             "keras>=3.15,<3.16, or a newer Lockstep."
         )
 
@@ -256,7 +255,7 @@ def attach_strategy(
         maker = next(cls for cls in type(model).__mro__ if f"make_{name}_function" in vars(cls))
         if maker not in keras.Model.__mro__:
             raise ModelError(
-                f"{maker.__name__} makes its own {name} function, and so does a strategy. Override {name}_step instead of "
+                f"{maker.__name__} makes its own {name} function, and so does a strategy. Fix: override {name}_step instead of "
                 f"make_{name}_function, or train the model outside of a strategy."
             )
     makers = [(f"make_{name}_function", functools.partial(_make_function, model, name, make)) for name in FUNCTIONS]
@@ -287,13 +286,6 @@ def _make_function(
     if getattr(model, attribute) is None or force:
         setattr(model, attribute, function)
     return getattr(model, attribute)
-
-
-@contextlib.contextmanager
-def patched_stateless_call(model: keras.Model, call: Callable[..., Any]) -> Iterator[None]:
-    """Use ``call`` as ``model.stateless_call`` while this context is open."""
-    with patched(STATELESS_CALL, [(model, "stateless_call", call)]):
-        yield
 
 
 # --- the state of a running fit ----------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ class Store(Protocol):
 
     @property
     def directory(self) -> Path:
-        """Of the checkpoints."""
+        """The directory of the checkpoints."""
 
     def steps(self) -> list[int]:
         """Return the steps of all checkpoints, in order."""

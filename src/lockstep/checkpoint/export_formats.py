@@ -27,7 +27,7 @@ from lockstep._arrays import DTYPES, ML_DTYPES
 from lockstep._errors import CheckpointError, LockstepError
 from lockstep._files import open_to_read, publish, read_file, replace_file, sync
 from lockstep.checkpoint.format import (
-    LARGEST_MANIFEST,
+    MAX_MANIFEST_BYTES,
     Entry,
     Loaded,
     Manifest,
@@ -40,7 +40,7 @@ from lockstep.checkpoint.format import (
     write_arrays,
 )
 
-RECORD = "lockstep.json"
+MANIFEST_NAME = "lockstep.json"
 _KEY = "lockstep"  # of the manifest in the metadata of a safetensors file
 _RESERVED = "__metadata__"  # by safetensors, in place of the name of an array
 
@@ -100,13 +100,13 @@ def export(
     if os.path.lexists(path) and (path.is_dir() or not overwrite):
         fix = "remove it, or choose another path" if path.is_dir() else "give --overwrite, or choose another path"
         raise CheckpointError(f"{output}: exists already, and nothing was written. Fix: {fix}.")
-    record = _manifest_of(loaded, key) if only == "*" else None
+    manifest = _encoded_manifest(loaded, key) if only == "*" else None
     with _errors(output, f"cannot be written as {format_name}"):
-        FORMATS[format_name].write(path, arrays, record)
+        FORMATS[format_name].write(path, arrays, manifest)
     return len(arrays)
 
 
-def _manifest_of(loaded: Loaded, key: bytes | None) -> bytes:
+def _encoded_manifest(loaded: Loaded, key: bytes | None) -> bytes:
     entries = {
         name: Entry(array.dtype.name, array.shape, 0, array_digest(array)) for name, array in loaded.arrays.items()
     }
@@ -130,13 +130,13 @@ def read_export(output: str, key: bytes | None = None) -> tuple[int, Snapshot]:
     with _errors(output, "cannot be read"):
         chosen = FORMATS[format_of(path)]
     with _errors(output, f"is damaged, or no {chosen.name} file"):
-        record, arrays = chosen.read(path)
-    if record is None:
+        encoded, arrays = chosen.read(path)
+    if encoded is None:
         raise CheckpointError(
             f"{output}: has no manifest of Lockstep: expected an export of a whole checkpoint. Fix: write it with "
             "'lockstep checkpoint export' without --only."
         )
-    manifest = decode(record, path / RECORD, key)
+    manifest = decode(encoded, path / MANIFEST_NAME, key)
     if unknown := sorted(arrays.keys() - manifest.arrays.keys()):
         raise CheckpointError(f"{output}: is not what was exported: its manifest has no array {unknown[0]!r}.")
     checked = {name: _restored(arrays.get(name), name, entry, output) for name, entry in manifest.arrays.items()}
@@ -213,8 +213,8 @@ def _package(module: str, extra: str) -> Any:
 # npz
 
 
-def _write_npz(path: Path, arrays: Arrays, record: bytes | None) -> None:
-    members = {} if record is None else {RECORD: record}
+def _write_npz(path: Path, arrays: Arrays, manifest: bytes | None) -> None:
+    members = {} if manifest is None else {MANIFEST_NAME: manifest}
     readable = {name: _widened_or_bits(array) for name, array in arrays.items()}
     replace_file(path, lambda file: write_arrays(file, readable, members), is_synced=True)
 
@@ -229,25 +229,25 @@ def _widened_or_bits(array: np.ndarray) -> np.ndarray:
 def _read_npz(path: Path) -> tuple[bytes | None, Arrays]:
     with open_to_read(path) as file, zipfile.ZipFile(file) as archive:
         members = set(archive.namelist())
-        if RECORD not in members:
+        if MANIFEST_NAME not in members:
             return None, {}
         arrays = {}
-        for name in members - {RECORD}:
+        for name in members - {MANIFEST_NAME}:
             with archive.open(name) as member:
                 arrays[name.removesuffix(".npy")] = np.lib.format.read_array(member, allow_pickle=False)
-        return archive.read(RECORD), arrays
+        return archive.read(MANIFEST_NAME), arrays
 
 
 # safetensors
 
 
-def _write_safetensors(path: Path, arrays: Arrays, record: bytes | None) -> None:
+def _write_safetensors(path: Path, arrays: Arrays, manifest: bytes | None) -> None:
     safetensors = _package("safetensors.numpy", "safetensors")
     if _RESERVED in arrays:
         raise CheckpointError(
             f"{path}: safetensors cannot store an array with the name {_RESERVED!r}. Fix: --format npz."
         )
-    metadata = None if record is None else {_KEY: record.decode()}
+    metadata = None if manifest is None else {_KEY: manifest.decode()}
     readable = {name: _without_rare_dtypes(array) for name, array in arrays.items()}
     replace_file(path, lambda file: safetensors.save_file(readable, file.name, metadata), is_synced=True)
 
@@ -273,7 +273,7 @@ def _read_safetensors(path: Path) -> tuple[bytes | None, Arrays]:
 # Orbax
 
 
-def _write_orbax(path: Path, arrays: Arrays, record: bytes | None) -> None:
+def _write_orbax(path: Path, arrays: Arrays, manifest: bytes | None) -> None:
     orbax = _package("orbax.checkpoint", "orbax")
     stored = {name: _without_rare_dtypes(array) for name, array in arrays.items() if array.size}
     if not stored:
@@ -288,23 +288,23 @@ def _write_orbax(path: Path, arrays: Arrays, record: bytes | None) -> None:
         inner.rmdir()
         for file in directory.rglob("*"):
             sync(file)
-        if record is not None:
-            replace_file(directory / RECORD, lambda file: file.write(record), is_synced=True)
+        if manifest is not None:
+            replace_file(directory / MANIFEST_NAME, lambda file: file.write(manifest), is_synced=True)
 
     publish(path.parent, path.name, write)
 
 
 def _read_orbax(path: Path) -> tuple[bytes | None, Arrays]:
     orbax = _package("orbax.checkpoint", "orbax")
-    if not (path / RECORD).exists():
+    if not (path / MANIFEST_NAME).exists():
         return None, {}
-    record = read_file(path / RECORD, LARGEST_MANIFEST)
+    manifest = read_file(path / MANIFEST_NAME, MAX_MANIFEST_BYTES)
     with orbax.Checkpointer(orbax.PyTreeCheckpointHandler()) as checkpointer:
         found = checkpointer.metadata(path.absolute()).item_metadata
         if found is None:
             raise ValueError("Orbax finds no arrays in it")
         each = {name: orbax.RestoreArgs(restore_type=np.ndarray) for name in found.tree}
-        return record, checkpointer.restore(path.absolute(), args=orbax.args.PyTreeRestore(restore_args=each))
+        return manifest, checkpointer.restore(path.absolute(), args=orbax.args.PyTreeRestore(restore_args=each))
 
 
 FORMATS = {

@@ -43,7 +43,7 @@ from lockstep._errors import CheckpointError, OptionError, whole_number
 from lockstep._files import REMOVED, WRITTEN, open_to_read, read_file, replace_file
 from lockstep.checkpoint.shards import PART, Place, check_cover, places, put_shard
 
-_LONGEST_NAME = 65_000  # bytes; a zip file stores the length in two bytes
+_MAX_NAME_BYTES = 65_000  # bytes; a zip file stores the length in two bytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,9 +90,9 @@ def check_name(name: Any) -> None:
         length = len(name.encode())
     except UnicodeEncodeError as error:
         raise OptionError(f"Snapshot: arrays: the name {name!r} is no Unicode text: {error}.") from None
-    if length > _LONGEST_NAME:
+    if length > _MAX_NAME_BYTES:
         raise OptionError(
-            f"Snapshot: arrays: a name of {length} bytes, at most {_LONGEST_NAME} are possible: {name[:60]}…"
+            f"Snapshot: arrays: a name of {length} bytes, at most {_MAX_NAME_BYTES} are possible: {name[:60]}…"
         )
 
 
@@ -151,7 +151,7 @@ VERSION = 2  # of a manifest with parts; others have version 1
 
 _NAME = re.compile(r"step-(\d{9,})(?:-([2-9]|[1-9]\d+))?", re.ASCII)
 KEY_FILE = "LOCKSTEP_CHECKPOINT_KEY_FILE"  # names the file of the key that signs checkpoints
-_SHORTEST_KEY, _LONGEST_KEY = 16, 4096  # bytes
+_MIN_KEY_BYTES, _MAX_KEY_BYTES = 16, 4096  # bytes
 _BEGIN = b'{\n"format": "lockstep checkpoint",\n'
 _END = re.compile(rb'"sha256": "([0-9a-f]{64})"\n}\n')
 _END_LENGTH = 79
@@ -159,7 +159,7 @@ _SIGNATURE = re.compile(rb'"hmac": "([0-9a-f]{64})",\n')
 _SIGNATURE_LENGTH = 76
 _DIGEST = re.compile("[0-9a-f]{64}")
 _CHUNK = 1 << 20  # bytes that are copied at once, the most memory that writing takes
-LARGEST_MANIFEST = 1 << 28  # bytes
+MAX_MANIFEST_BYTES = 1 << 28  # bytes
 
 
 def step_of(name: str) -> int | None:
@@ -227,7 +227,7 @@ class Entry:
         if self.dtype not in DTYPES:
             raise ValueError(f"an array of dtype {self.dtype!r}")
         for number in (*self.shape, self.offset):
-            whole_number("a dimension or an offset", number, least=0)
+            whole_number("a dimension or an offset", number, minimum=0)
         if not _DIGEST.fullmatch(self.sha256):
             raise ValueError(f"a sha256 of {self.sha256!r}")
         object.__setattr__(self, "shape", tuple(self.shape))
@@ -271,14 +271,14 @@ def signing_key(environment: Mapping[str, str] = os.environ) -> bytes | None:
     if not path:
         return None
     try:
-        key = read_file(path, _LONGEST_KEY).strip()
+        key = read_file(path, _MAX_KEY_BYTES).strip()
     except OSError as error:
         raise OptionError(
             f"{KEY_FILE}: {path}: cannot be read: {error.strerror or error}. Fix: name a file with the key, or unset it."
         ) from error
-    if len(key) < _SHORTEST_KEY:
+    if len(key) < _MIN_KEY_BYTES:
         raise OptionError(
-            f"{KEY_FILE}: {path}: expected a key of at least {_SHORTEST_KEY} bytes, got {len(key)}. Fix: openssl rand -hex 32 > {path}"
+            f"{KEY_FILE}: {path}: expected a key of at least {_MIN_KEY_BYTES} bytes, got {len(key)}. Fix: openssl rand -hex 32 > {path}"
         )
     return key
 
@@ -360,7 +360,7 @@ def _from_fields(fields: dict[str, Any], path: Path) -> Manifest:
     for name in fields["arrays"]:
         check_name(name)
     arrays = {name: Entry(**entry) for name, entry in fields["arrays"].items()}
-    step, size = (whole_number(name, fields[name], least=0) for name in ("step", "bytes"))
+    step, size = (whole_number(name, fields[name], minimum=0) for name in ("step", "bytes"))
     return Manifest(step, size, arrays, dict(fields["facts"]), tuple(fields.get("parts", ())))
 
 
@@ -478,7 +478,7 @@ def read_array(file: io.BufferedReader, name: str, entry: Entry, path: Path) -> 
 
 
 @dataclass(frozen=True)
-class _Piece:
+class _StoredShard:
     """A whole array, or a shard of one, in a file.
 
     Args:
@@ -509,11 +509,11 @@ class StoredArrays(Mapping[str, np.ndarray]):
         shapes: of the arrays, by name; nothing is read for these.
     """
 
-    def __init__(self, pieces: Iterable[_Piece]) -> None:
-        self._pieces: dict[str, list[_Piece]] = {}
+    def __init__(self, pieces: Iterable[_StoredShard]) -> None:
+        self._pieces: dict[str, list[_StoredShard]] = {}
         for piece in pieces:
             self._pieces.setdefault(piece.place.array, []).append(piece)
-        self.shapes = {name: of_one[0].place.shape for name, of_one in self._pieces.items()}
+        self.shapes = {name: pieces[0].place.shape for name, pieces in self._pieces.items()}
 
     def __getitem__(self, name: str) -> np.ndarray:
         arrays: dict[str, np.ndarray] = {}
@@ -575,9 +575,9 @@ def write(path: Path, step: int, snapshot: Snapshot, key: bytes | None = None, p
         file.flush()
         os.fsync(file.fileno())
     content = encode(Manifest(step, size, entries, snapshot.metadata, tuple(parts)), key)
-    if len(content) > LARGEST_MANIFEST:
+    if len(content) > MAX_MANIFEST_BYTES:
         raise OptionError(
-            f"Snapshot: metadata: its manifest would have {len(content):,} bytes, at most {LARGEST_MANIFEST:,} are read. Fix: put "
+            f"Snapshot: metadata: its manifest would have {len(content):,} bytes, at most {MAX_MANIFEST_BYTES:,} are read. Fix: put "
             "long lists of numbers into the arrays; attributes of callbacks may be NumPy arrays."
         )
     with open(path / MANIFEST, "xb") as file:
@@ -624,7 +624,7 @@ def _described(path: Path, key: bytes | None) -> tuple[Manifest, str]:
     """Return the manifest and the sha256 of its file."""
     file_path = path / MANIFEST
     with _checkpoint_errors(file_path):
-        content = read_file(file_path, LARGEST_MANIFEST)
+        content = read_file(file_path, MAX_MANIFEST_BYTES)
         manifest = decode(content, file_path, key)
     if step_of(path.name) not in (None, manifest.step):
         raise CheckpointError(f"{path}: is the checkpoint of step {manifest.step} under the name of another.")
@@ -645,7 +645,7 @@ def parts_of(path: Path, manifest: Manifest) -> dict[Path, Manifest]:
     for number, expected in enumerate(manifest.parts):
         file_path = path / f"{PART}{number}" / MANIFEST
         with _checkpoint_errors(file_path):
-            data = read_file(file_path, LARGEST_MANIFEST)
+            data = read_file(file_path, MAX_MANIFEST_BYTES)
         if hashlib.sha256(data).hexdigest() != expected:
             raise CheckpointError(
                 f"{file_path}: is damaged, or of another checkpoint: its sha256 is not {expected[:16]}…."
@@ -681,12 +681,12 @@ def _files(path: Path, manifest: Manifest) -> list[tuple[Path, Manifest, dict[st
     return [(path / ARRAYS, manifest, {}), *((each / ARRAYS, part, places(part.metadata)) for each, part in parts)]
 
 
-def _pieces_in(file_path: Path, manifest: Manifest, belongs: Mapping[str, Place]) -> list[_Piece]:
+def _pieces_in(file_path: Path, manifest: Manifest, belongs: Mapping[str, Place]) -> list[_StoredShard]:
     """Return what is in a file of arrays, after a check of its size."""
     with _checkpoint_errors(file_path), open_to_read(file_path) as file:
         check_bounds(file, manifest, file_path)
     return [
-        _Piece(file_path, name, entry, belongs.get(name) or Place(name, entry.shape, (0,) * len(entry.shape)))
+        _StoredShard(file_path, name, entry, belongs.get(name) or Place(name, entry.shape, (0,) * len(entry.shape)))
         for name, entry in manifest.arrays.items()
     ]
 

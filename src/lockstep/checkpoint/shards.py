@@ -47,7 +47,7 @@ class Place:
 
     def __post_init__(self) -> None:
         for number in (*self.shape, *self.start):
-            whole_number("a dimension or a start", number, least=0)
+            whole_number("a dimension or a start", number, minimum=0)
         if len(self.shape) != len(self.start):
             raise ValueError(f"a shard at {self.start} of array {self.array!r} of {self.shape}")
 

@@ -30,7 +30,7 @@ from lockstep.checkpoint.format import Loaded, Manifest, Snapshot, checkpoints_i
 from lockstep.checkpoint.shards import PART, ArrayShard, pack
 
 _UNSUPPORTED = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
-_LONGEST_NOTE = 1000  # bytes
+_MAX_NOTE_BYTES = 1000  # bytes
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -104,7 +104,7 @@ class WriterLock:
 
 def _holder(descriptor: int) -> str:
     try:
-        note = json.loads(os.pread(descriptor, _LONGEST_NOTE, 0))
+        note = json.loads(os.pread(descriptor, _MAX_NOTE_BYTES, 0))
         return f"process {note['pid']} on {note['host']}, since {note['since']},"
     except (ValueError, KeyError, TypeError, RecursionError):
         return "another process, which has not written its name yet,"
@@ -218,7 +218,7 @@ class CheckpointStore:
             CheckpointError: no space, no permission, another job writes here, or another error, whose ``errno`` it has.
             OptionError: ``step`` is out of its range.
         """
-        step = whole_number("step", step, least=0)
+        step = whole_number("step", step, minimum=0)
         with self._writing(f"the checkpoint of step {step} cannot be written", snapshot.nbytes):
             if self._lock.is_exclusive:
                 self._log_errors(lambda: sweep(self.directory, is_leftover))
@@ -418,7 +418,7 @@ def shared_token(directory: Path, *, is_chief: bool, gather: Gather) -> str | No
     Args:
         directory: of the checkpoints, as this process names it.
         is_chief: whether this is the first process.
-        gather: see above.
+        gather: returns the values of all processes, see :data:`Gather`.
 
     Returns:
         A random name that all processes got and saw there as a file; None if one did not see it.
@@ -448,7 +448,7 @@ class ShardedStore:
         store: of the directory; the chief's writes.
         process: number of this process.
         token: of :func:`shared_token`; names of parts have it, so that a process of an earlier job cannot write into this one's.
-        gather: see above.
+        gather: returns the values of all processes, see :data:`Gather`.
     """
 
     store: CheckpointStore
@@ -458,7 +458,7 @@ class ShardedStore:
 
     @property
     def directory(self) -> Path:
-        """Of the checkpoints."""
+        """The directory of the checkpoints."""
         return self.store.directory
 
     def steps(self) -> list[int]:

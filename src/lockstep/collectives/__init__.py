@@ -93,13 +93,13 @@ def choose_cross_device_ops(ops: Ops | None, options: CommunicationOptions) -> C
     instance_of(CommunicationOptions, "communication_options", options, "lockstep.CommunicationOptions(…)")
     if ops is not None:
         raise OptionError(
-            f"cross_device_ops={ops!r} and communication_options={options!r} both say how gradients travel. Leave one "
+            f"cross_device_ops={ops!r} and communication_options={options!r} both say how gradients travel. Fix: leave one "
             "out; an operation takes bytes_per_pack itself, for example lockstep.RingAllReduce(bytes_per_pack=…)."
         )
     if options.timeout_seconds is not None:
         raise OptionError(
             f"communication_options: timeout_seconds={options.timeout_seconds!r} is for collectives between processes. "
-            "The devices of one process are waited for by XLA, with limits of its own; leave timeout_seconds out."
+            "The devices of one process are waited for by XLA, with limits of its own. Fix: leave timeout_seconds out."
         )
     by_implementation = {
         CommunicationImplementation.AUTO: AutoAllReduce,

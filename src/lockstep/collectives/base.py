@@ -53,7 +53,7 @@ class CommunicationOptions:
     implementation: CommunicationImplementation | str = CommunicationImplementation.AUTO
 
     def __post_init__(self) -> None:
-        size = whole_number("CommunicationOptions: bytes_per_pack", self.bytes_per_pack, least=0)
+        size = whole_number("CommunicationOptions: bytes_per_pack", self.bytes_per_pack, minimum=0)
         chosen = member_of(CommunicationImplementation, "CommunicationOptions: implementation", self.implementation)
         if self.timeout_seconds is not None:
             limit = seconds("CommunicationOptions: timeout_seconds", self.timeout_seconds)
@@ -165,7 +165,7 @@ def all_reduce(
         for value in values:
             if not jnp.issubdtype(value.dtype, jnp.inexact):
                 raise OptionError(
-                    f"reduce_op: the mean of {value.dtype} numbers is no {value.dtype} number; convert them to a "
+                    f"reduce_op: the mean of {value.dtype} numbers is no {value.dtype} number. Fix: convert them to a "
                     "floating-point dtype first, or take ReduceOp.SUM."
                 )
     sums = ops.all_reduce(values, axis, devices)
@@ -208,7 +208,7 @@ class FunctionAllReduce(CrossDeviceOps):
 
 
 @dataclass(frozen=True)
-class BucketSlice:
+class PackSlice:
     """Elements ``start`` to ``stop`` of the flattened array at ``position``."""
 
     position: int
@@ -216,7 +216,7 @@ class BucketSlice:
     stop: int
 
 
-Plan = list[list[BucketSlice]]
+Plan = list[list[PackSlice]]
 
 
 def plan_packs(values: Sequence[jax.Array], num_packs: int = 1, bytes_per_pack: int = 0) -> Plan:
@@ -276,7 +276,7 @@ def _fill_packs(values: Sequence[jax.Array], positions: list[int], capacity: int
                 plan.append([])
                 room = capacity
             stop = min(size, start + room)
-            plan[-1].append(BucketSlice(position, start, stop))
+            plan[-1].append(PackSlice(position, start, stop))
             room -= stop - start
             start = stop
     return plan
@@ -296,8 +296,8 @@ class PackedAllReduce(CrossDeviceOps):
 
     def __init__(self, num_packs: int = 1, *, bytes_per_pack: int = 0) -> None:
         name = type(self).__name__
-        self.num_packs = whole_number(f"{name}: num_packs", num_packs, least=0)
-        self.bytes_per_pack = whole_number(f"{name}: bytes_per_pack", bytes_per_pack, least=0)
+        self.num_packs = whole_number(f"{name}: num_packs", num_packs, minimum=0)
+        self.bytes_per_pack = whole_number(f"{name}: bytes_per_pack", bytes_per_pack, minimum=0)
 
     def all_reduce(self, values: Sequence[jax.Array], axis: str, devices: Sequence[jax.Device]) -> list[jax.Array]:
         """Return the sum of each array over the devices; see :class:`CrossDeviceOps`."""

@@ -19,7 +19,7 @@ from lockstep.collectives.base import CrossDeviceOps
 from lockstep.collectives.point_to_point import group_size
 
 _AXIS = "device"
-_MOST_DEVICES = 65_536
+_MAX_DEVICES = 65_536
 Pairs = tuple[tuple[int, int], ...]
 
 
@@ -84,7 +84,7 @@ def trace_messages(ops: CrossDeviceOps, values: Sequence[jax.ShapeDtypeStruct | 
         OptionError: the program communicates inside a ``while`` loop or a conditional, whose rounds are not known
             beforehand, or by a collective that is not listed here, or in groups.
     """
-    count = whole_number("devices", count, most=_MOST_DEVICES)
+    count = whole_number("devices", count, maximum=_MAX_DEVICES)
     local, whole = jax.local_devices(), PartitionSpec()
     devices = [local[min(number, len(local) - 1)] for number in range(count)]  # Most operations only count them.
     run = jax.shard_map(
@@ -105,7 +105,7 @@ def _rounds(program: Jaxpr, count: int) -> Iterator[MessageRound]:
         inner = [each for part in jaxprs_in_params(equation.params) for each in _rounds(part, count)]
         if inner and name in ("while", "cond"):
             raise OptionError(
-                f"traffic: the operation communicates inside {name!r}, so its rounds are not known beforehand. Use a "
+                f"traffic: the operation communicates inside {name!r}, so its rounds are not known beforehand. Fix: use a "
                 "loop of a fixed length (jax.lax.fori_loop with numbers, or a Python loop), and jax.numpy.where."
             )
         yield from inner * (equation.params["length"] if name == "scan" else 1)
@@ -113,7 +113,7 @@ def _rounds(program: Jaxpr, count: int) -> Iterator[MessageRound]:
 
 def _rounds_of_collective(equation: JaxprEqn, count: int) -> list[MessageRound]:
     if equation.params.get("axis_index_groups") is not None:
-        raise OptionError("traffic: collectives with axis_index_groups are not counted; use jax.lax.ppermute.")
+        raise OptionError("traffic: collectives with axis_index_groups are not counted. Fix: use jax.lax.ppermute.")
     arrays = [operand.aval for operand in equation.invars]
     nbytes = sum(one.size * one.dtype.itemsize for one in arrays)  # type: ignore[attr-defined]  # they are arrays
     ring, slices = _shifted_pairs(1, count), nbytes / count
@@ -129,7 +129,9 @@ def _rounds_of_collective(equation: JaxprEqn, count: int) -> list[MessageRound]:
         case "all_to_all":
             return [MessageRound(_shifted_pairs(step, count), slices) for step in range(1, count)]
         case other:
-            raise OptionError(f"traffic: what {other!r} sends is not known here; use another collective to count it.")
+            raise OptionError(
+                f"traffic: what {other!r} sends is not known here. Fix: use another collective to count it."
+            )
 
 
 def _shifted_pairs(step: int, count: int) -> Pairs:
@@ -224,7 +226,7 @@ class AllReduceMeasurement:
     seconds: float
 
 
-def predict(algorithm: str, nbytes: float, devices: int, network: Network) -> float:
+def predict_seconds(algorithm: str, nbytes: float, devices: int, network: Network) -> float:
     """Return the seconds that an all-reduce takes by the model.
 
     Args:
@@ -237,9 +239,9 @@ def predict(algorithm: str, nbytes: float, devices: int, network: Network) -> fl
         OptionError: there is no formula of that name.
 
     Example:
-        >>> from lockstep.collectives.cost_model import NetworkLink, Network, predict
+        >>> from lockstep.collectives.cost_model import NetworkLink, Network, predict_seconds
         >>> network = Network(NetworkLink(5e-6, 1 / 200e9), NetworkLink(20e-6, 1 / 25e9), devices_per_machine=8)
-        >>> predict("ring", 1e8, 64, network) < predict("reduce_to_one", 1e8, 64, network)
+        >>> predict_seconds("ring", 1e8, 64, network) < predict_seconds("reduce_to_one", 1e8, 64, network)
         True
     """
     return sum(
@@ -249,7 +251,7 @@ def predict(algorithm: str, nbytes: float, devices: int, network: Network) -> fl
     )
 
 
-def fit(measurements: Sequence[AllReduceMeasurement]) -> tuple[Network, float]:
+def fit_network(measurements: Sequence[AllReduceMeasurement]) -> tuple[Network, float]:
     """Fit latency, bandwidth and cost of adding within a machine to measured times.
 
     Least squares of the relative errors, without negative coefficients.

@@ -44,7 +44,7 @@ class FileBatchStore:
         self._dtypes: list[Any] = []  # of each batch the tree of its dtypes, which NumPy's files do not all know
         if self._path.exists():
             raise OptionError(
-                f"InputOptions: cache: {self._path} exists, and the cache would overwrite it. Give another path; if an earlier "
+                f"InputOptions: cache: {self._path} exists, and the cache would overwrite it. Fix: give another path; if an earlier "
                 "run was killed and left it, remove it."
             )
 
@@ -217,6 +217,6 @@ def _refuse_too_large(size: int, placement: Placement) -> None:
         free = memory.get("bytes_limit", size) - memory.get("bytes_in_use", 0)
         if memory and size > free:
             raise OptionError(
-                f'InputOptions: cache="device": the data set has {size:,} bytes, and {device} has {free:,} bytes free. Use '
+                f'InputOptions: cache="device": the data set has {size:,} bytes, and {device} has {free:,} bytes free. Fix: use '
                 "cache=None; batches then go to the devices as they are needed."
             )

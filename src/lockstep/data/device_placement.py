@@ -337,7 +337,7 @@ def count_rows(batch: Any) -> int:
     leaves = jax.tree.leaves(batch, is_leaf=lambda leaf: isinstance(leaf, JAXSparse))
     if any(isinstance(leaf, JAXSparse) for leaf in leaves):
         raise InputError(
-            "A sparse array cannot be split into replicas yet. Make it dense first: .toarray() for SciPy, .todense() for JAX."
+            "A sparse array cannot be split into replicas yet. Fix: make it dense first: .toarray() for SciPy, .todense() for JAX."
         )
     shapes = [np.shape(leaf) for leaf in leaves]
     lengths = {shape[0] if shape else None for shape in shapes}

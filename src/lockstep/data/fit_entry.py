@@ -71,7 +71,7 @@ class InputOptions:
     cache: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "prefetch", whole_number("InputOptions: prefetch", self.prefetch, least=0))
+        object.__setattr__(self, "prefetch", whole_number("InputOptions: prefetch", self.prefetch, minimum=0))
         if self.cache is not None:
             file_path("InputOptions: cache", self.cache, 'None, "memory", "device" or a path')
 
@@ -339,7 +339,7 @@ class InputFactory:
         if steps is not None:
             raise OptionError(
                 f"InputOptions: cache={str(cache)!r} keeps what an epoch has read, and with steps_per_epoch={steps} an epoch may "
-                f"end before the {source.name} does. Leave out the steps (validation_steps for validation data), or the cache."
+                f"end before the {source.name} does. Fix: leave out the steps (validation_steps for validation data), or the cache."
             )
         if on_devices:
             return CachedSource(source, [], self._placement.place)
@@ -391,7 +391,7 @@ def check_call(name: str, given: dict[str, Any]) -> None:
         if given[argument] is not None or argument in _EPOCHS:
             number = int(given[argument]) if isinstance(given[argument], bool) else given[argument]  # as in Keras
             given[argument] = whole_number(
-                f"{name}: {argument}", number, None if argument in _EPOCHS else 1, most=sys.maxsize
+                f"{name}: {argument}", number, None if argument in _EPOCHS else 1, maximum=sys.maxsize
             )
     for argument in _SWITCHES:
         truth(f"{name}: {argument}", given.get(argument))

@@ -10,14 +10,14 @@ from lockstep.data.sources import InputSource, WrappedSource
 
 
 def run_epoch_hook(source: InputSource, hook: EpochHook) -> None:
-    """Repeat a hook that another process ran at the begin or end of an epoch, with the same random state."""
+    """Repeat a hook that another process ran at the beginning or end of an epoch, with the same random state."""
     kind, state = hook
     restore_random_state(state)
     (source.begin_epoch if kind == "begin" else source.end_epoch)()
 
 
 class UnreadBatchCounter(WrappedSource):
-    """An input whose batches this process only counts, while other processes read them: each is the first one.
+    """An input that repeats its first batch, for a process that only counts batches while other processes read them.
 
     Args:
         source: the input, with a known number of batches that can be read by number.

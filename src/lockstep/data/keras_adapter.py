@@ -89,7 +89,7 @@ class KerasInput(trainer.DataAdapter):
     Attributes:
         meter: measures the waits for batches.
         rows: number of rows of the first batch that was read; None before.
-        epoch_hooks: the hooks of the data at the begin and end of epochs, in the order in which they ran; only if states are tracked.
+        epoch_hooks: the hooks of the data at the beginning and end of epochs, in the order in which they ran; only if states are tracked.
     """
 
     def __init__(
@@ -250,7 +250,7 @@ class KerasInput(trainer.DataAdapter):
         spans_epochs = self._settings.steps < math.inf and bool(self._source.num_batches)
         self._resume = replace(self._resume, is_mid_pass=iterator is not None and spans_epochs)
         if iterator and not self._source.restarts:
-            restore_random_state(iterator.at_begin)  # Keras's first look is the begin of the pass.
+            restore_random_state(iterator.at_begin)  # Keras's first look is the beginning of the pass.
 
     def set_state(self, state: InputState, steps: int) -> None:
         """Resume from the state of another process. If it is in a pass, the random state is then that of its last batch.

@@ -47,7 +47,7 @@ class InputState:
 
     Args:
         iterator: state of the current pass; None if a new pass begins next.
-        hooks: the hooks of the data at the begin and end of epochs that have run.
+        hooks: the hooks of the data at the beginning and end of epochs that have run.
         cache: how the batches were read that a cache keeps; None if it keeps none.
     """
 
@@ -88,7 +88,7 @@ def check_same_batch(name: str, state: IteratorState, batch: Any) -> None:
     if state.digest not in (None, digest_of_batch(batch)):
         raise InputError(
             f"The {name} is not the one that the checkpoint was written with, or gives its batches in another order: batch "
-            f"{state.batches} of this pass is not the one that was trained on. Give it the same data, and its shuffling a seed; or "
+            f"{state.batches} of this pass is not the one that was trained on. Fix: give it the same data, and its shuffling a seed; or "
             "begin anew with another directory."
         )
 

@@ -19,7 +19,7 @@ from lockstep._keras import trainer
 from lockstep._logging import is_cancelled, log_info
 
 BOUND = 0.2  # share of the time spent waiting for data from which on advice is given
-_LEAST = 2.0  # seconds of waiting below which no advice is given
+_MIN_WAITED_SECONDS = 2.0  # seconds of waiting below which no advice is given
 
 _collected: ContextVar["list[WaitMeter] | None"] = ContextVar("collected", default=None)
 
@@ -104,7 +104,7 @@ class WaitMeter:
     def advice(self) -> str | None:
         """Return the advice for the user, or None if the training is not input-bound."""
         passed = self._clock() - self._begun
-        if self._steps <= 3 or self._waited < _LEAST or self._waited < BOUND * passed:
+        if self._steps <= 3 or self._waited < _MIN_WAITED_SECONDS or self._waited < BOUND * passed:
             return None
         problem, fix = describe_waiting(self._waited / passed)
         return f"input-bound: {problem}. {fix}"

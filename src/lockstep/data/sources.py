@@ -38,7 +38,7 @@ class InputSource:
 
     restarts = True  # whether a new pass begins with the first batch again
     can_seek = False  # whether batches_from reads nothing that comes before
-    has_hooks = False  # whether the user's code runs at the begin or end of an epoch
+    has_hooks = False  # whether the user's code runs at the beginning or end of an epoch
     is_shared = True  # whether all processes of a job read the same input
 
     def __init__(self, name: str) -> None:
@@ -241,7 +241,7 @@ class GeneratorSource(_LeftoverSource):
             yield batch
         if not self._yielded:
             raise InputError(
-                f"The {self.name} has no batch, or has been used up: a generator can be gone through once. Make a new one, "
+                f"The {self.name} has no batch, or has been used up: a generator can be gone through once. Fix: make a new one, "
                 "pass steps_per_epoch to share it among epochs, or write a keras.utils.PyDataset."
             )
         self._yielded = False  # The next pass, if there is one, is empty.
@@ -494,6 +494,6 @@ def _refuse_extra_arguments(x: Any, **arguments: Any) -> None:
     given = [name for name, value in arguments.items() if value is not None]
     if given:
         raise InputError(
-            f"{given[0]} was given besides a {type(x).__name__}: let it come out of the {type(x).__name__} itself, as "
+            f"{given[0]} was given besides a {type(x).__name__}. Fix: let it come out of the {type(x).__name__} itself, as "
             "(inputs, targets) or (inputs, targets, sample_weights)."
         )

@@ -106,7 +106,7 @@ def _check_not_started(client: ControlClient) -> None:
     if names:
         raise ClusterError(
             f"{listed(names)}: JAX has started already, on the devices of one process alone, before it could see those of the other "
-            "workers. JAX starts with the first array, model or optimizer: make the MultiWorkerMirroredStrategy before those."
+            "workers. JAX starts with the first array, model or optimizer. Fix: make the MultiWorkerMirroredStrategy before those."
         )
 
 
@@ -213,8 +213,8 @@ def _open_port(
 
 
 def _chosen_port(environ: Mapping[str, str]) -> int | None:
-    own = EnvReader("Lockstep", environ, "Set it to a free port, or leave it out.")
-    return own.integer(JAX_PORT, "the port of JAX's service", least=1, most=65535) if JAX_PORT in environ else None
+    own = EnvReader("Lockstep", environ, "set it to a free port, or leave it out.")
+    return own.integer(JAX_PORT, "the port of JAX's service", minimum=1, maximum=65535) if JAX_PORT in environ else None
 
 
 def _bind_address(service: str, network: NetworkOptions) -> str:
@@ -242,7 +242,7 @@ def _try_connect(address: str) -> str | None:
 def _unreachable(address: str, peer: object, reason: str) -> str:
     return (
         f"{peer} does not reach port {split_address('JAX', address)[1]} of worker 0, where JAX's service will be, at {address}: {reason}. "
-        f"Open a port for it between the machines, and set {JAX_PORT} to it on worker 0."
+        f"Fix: open a port for it between the machines, and set {JAX_PORT} to it on worker 0."
     )
 
 
@@ -272,7 +272,7 @@ def check_hostnames(client: ControlClient) -> None:
             line = f"{reachable or 'its address in the network'} {name}"
             raise ClusterError(
                 f"{peer}: the name of its machine, {name!r}, {leads} there, which the other machines cannot reach; the collectives of "
-                f"CPUs (Gloo) listen at the address of that name. Write the line {line!r} into /etc/hosts there, and remove the other "
+                f"CPUs (Gloo) listen at the address of that name. Fix: write the line {line!r} into /etc/hosts there, and remove the other "
                 "lines with that name."
             )
 
@@ -410,7 +410,7 @@ def job_of_this_process(
     before, now = ((g.workers, g.index, g.coordinator) for g in (job.group, group))
     if before != now:
         raise ClusterError(
-            f"This process is {job.group.name} already, and JAX lets it join one job only; now it was told to be {group.name}. Use "
+            f"This process is {job.group.name} already, and JAX lets it join one job only; now it was told to be {group.name}. Fix: use "
             "the same cluster for all strategies of a process."
         )
     return job

@@ -43,8 +43,8 @@ _WRITING = (keras.callbacks.CSVLogger, keras.callbacks.TensorBoard, keras.callba
 _FIRST, _EVERY = 3, 100  # Which batches are compared: the first three, then one in a hundred.
 _METADATA = "the metadata of the checkpoint"
 _CHUNK = 1 << 22  # Numbers of 4 bytes of one sum.
-_CURE = (
-    "Every worker must read the same data in the same order and takes its own rows of them. Give shuffling a seed, or let each worker "
+_FIX = (
+    "Every worker must read the same data in the same order and takes its own rows of them. Fix: give shuffling a seed, or let each worker "
     "bring its own data with distribute_datasets_from_function."
 )
 
@@ -182,7 +182,7 @@ class _BatchComparison:
             return
         found = "the end" if batch is None else digest_of_batch(batch) if is_compared else "a batch"
         try:
-            self._client.agree(f"batch {number + 1} of {self._name}", found, cure=_CURE, channel=self._channel)
+            self._client.agree(f"batch {number + 1} of {self._name}", found, fix=_FIX, channel=self._channel)
         except CancelledError:
             return  # No step takes the batch: it goes back to the input.
 
@@ -278,7 +278,7 @@ def _refuse_backup(arguments: dict[str, Any]) -> None:
     if any(isinstance(callback, keras.callbacks.BackupAndRestore) for callback in fit_entry.callbacks_in(arguments)):
         raise ModelError(
             "keras.callbacks.BackupAndRestore writes and deletes its files on every worker at once, and restores the beginning of an "
-            "epoch only. Take lockstep.callbacks.BackupAndRestore."
+            "epoch only. Fix: take lockstep.callbacks.BackupAndRestore."
         )
 
 

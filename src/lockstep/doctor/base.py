@@ -82,7 +82,7 @@ class Finding:
 
     def __str__(self) -> str:
         return (
-            f"{self.name}: {self.what}\n  where  {self.where or 'the whole'}\n  why    {self.why}\n  cure   {self.cure}"
+            f"{self.name}: {self.what}\n  where  {self.where or 'the whole'}\n  why    {self.why}\n  fix    {self.cure}"
         )
 
 
@@ -99,7 +99,7 @@ class Report:
         >>> from lockstep.doctor.base import Report
         >>> print(Report((), ("the loss",)))
         no findings
-        looked at:
+        checked:
           the loss
     """
 
@@ -123,7 +123,7 @@ class Report:
         count = len(self.findings)
         head = "no findings" if not count else counted(count, "finding")
         blocks = [head, *(f"\n{finding}" for finding in self.findings)]
-        blocks += [("\n" if count else "") + "looked at:", *(f"  {line}" for line in self.looked_at)]
+        blocks += [("\n" if count else "") + "checked:", *(f"  {line}" for line in self.looked_at)]
         return "\n".join([*blocks, *_listed("left out:", self.left_out)])
 
 

@@ -166,7 +166,7 @@ def _is_known(kind: type) -> bool:
 
 
 BATCHES = 6  # to read and train on; the first step compiles and is not counted
-_LEAST = 0.002  # seconds that a step waits; less is not reported
+_MIN_WAIT_SECONDS = 0.002  # seconds that a step waits; less is not reported
 
 
 def check_cached_order(call: FitCall) -> Iterator[Finding]:
@@ -294,7 +294,7 @@ def waiting_share(probed: ProbedBatches, steps: StepTimings) -> float:
 def check_input_speed(probed: ProbedBatches, steps: StepTimings, where: str) -> list[Finding]:
     """Find an input that is slower than the step."""
     share = waiting_share(probed, steps)
-    if share < BOUND or (probed.seconds or 0) - steps.seconds < _LEAST:
+    if share < BOUND or (probed.seconds or 0) - steps.seconds < _MIN_WAIT_SECONDS:
         return []
     what, cure = describe_waiting(share)
     reads, runs = 1000 * (probed.seconds or 0), 1000 * steps.seconds

@@ -115,15 +115,15 @@ class SpmdExecutor:
     global_batch_note = "and XLA divides the work"
     supports_second_derivatives = True
 
-    @property
-    def joins_steps(self) -> bool:
-        """Whether :meth:`compile_joined` is faster than single steps: not on CPUs, where XLA runs the steps of a loop slower."""
-        return self.placement.platform != "cpu"
-
     def __init__(
         self, placement: Placement, ops: CrossDeviceOps, *, shard: Shard = None, recompute: Recompute = None
     ) -> None:
         self.placement, self.ops, self.shard, self.recompute = placement, ops, shard, recompute
+
+    @property
+    def joins_steps(self) -> bool:
+        """Whether :meth:`compile_joined` is faster than single steps: not on CPUs, where XLA runs the steps of a loop slower."""
+        return self.placement.platform != "cpu"
 
     @property
     def eager_device(self) -> jax.Device:
@@ -232,7 +232,7 @@ class SpmdExecutor:
 
 
 class DeterministicExecutor:
-    """Runs programs that do not depend on the number of devices (law 2). Sharded variables are gathered before a step.
+    """Runs programs with the same bits on any number of devices. Sharded variables are gathered before a step.
 
     Args:
         placement: devices and number of replicas.

@@ -31,7 +31,7 @@ def _refuse(step: str, what: str) -> NoReturn:
     raise ModelError(
         f"{step} {what}. Under this strategy another device or process computes the update, so the step must call "
         "optimizer.stateless_apply once, with the optimizer's and the trainable values that it was given, and return the result "
-        "unchanged. Change the step, or train the model under a MirroredStrategy."
+        "unchanged. Fix: change the step, or train the model under a MirroredStrategy."
     )
 
 

@@ -404,7 +404,7 @@ class ReplicaProgram:
         if any(isinstance(value, jax.core.Tracer) for value in self._traced.consts):
             raise ModelError(
                 "With deterministic=True a model's call cannot use a value that train_step has computed and left on the model or "
-                "in an outer variable, because each replica runs as a program of its own. Hand it over as an argument of the "
+                "in an outer variable, because each replica runs as a program of its own. Fix: hand it over as an argument of the "
                 "call, or keep it in a variable of the model."
             )
         self.outputs: list[Shape] = jax.tree.leaves(shapes[0])

@@ -52,7 +52,7 @@ def _call_of(jaxpr: ClosedJaxpr) -> IsolatedCall:
 def _refuse(what: str, *_: Any, **__: Any) -> Any:
     raise ModelError(
         f"With deterministic=True a model's forward pass cannot be {what}, because each replica runs as a program of its "
-        "own. Call the model directly in train_step, once for each derivative, or leave deterministic=True out."
+        "own. Fix: call the model directly in train_step, once for each derivative, or leave deterministic=True out."
     )
 
 

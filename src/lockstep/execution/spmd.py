@@ -216,7 +216,7 @@ def forward_on_devices(
     for position, copy in zip(copied, copies, strict=True):
         trainable[position] = copy
     result = jax.shard_map(
-        partial(_on_one_device, forward, placement),
+        partial(_run_in_shard_map, forward, placement),
         mesh=placement.mesh,
         in_specs=(
             [cut if axis is None else shard_spec(axis) for axis in trainable_axes],
@@ -231,7 +231,7 @@ def forward_on_devices(
     return finish_result(forward, ReplicaResult(rows, [share.sum(axis=0) for share in result.means], result.state))
 
 
-def _on_one_device(
+def _run_in_shard_map(
     forward: SpmdForward,
     placement: Placement,
     trainable: list[jax.Array],
@@ -243,7 +243,7 @@ def _on_one_device(
     axes, _ = forward.variable_axes
     values = [value[0] if axis is None else value for value, axis in zip(trainable, axes, strict=True)]
     own = replace(forward, trainable=values, non_trainable=non_trainable, shared=shared)
-    result = _on_this_device(own, inputs, placement)
+    result = _run_replicas_of_device(own, inputs, placement)
     changed, form = jax.tree.flatten(result.state)
     state = jax.tree.unflatten(form, platform_sum_bucketed(changed, DEVICE_AXIS, placement.devices))
     return ReplicaResult(rows=result.rows, means=[share[None] for share in result.means], state=state)
@@ -294,7 +294,7 @@ def _reduce_gradients(
     return [sums[position] for position in range(len(gradients))]
 
 
-def _on_this_device(forward: SpmdForward, inputs: Any, placement: Placement) -> ReplicaResult:
+def _run_replicas_of_device(forward: SpmdForward, inputs: Any, placement: Placement) -> ReplicaResult:
     """Run this device's replicas. If devices make different calls, all make the same on padding, or the program has a branch for each."""
     layout = forward.layout
     shares = sorted({share for share in forward.calls if sum(share)}, reverse=True)
@@ -537,7 +537,7 @@ def _global_rows(leaf: jax.Array, layout: Layout, placement: Placement) -> jax.A
 
 def finish_result(forward: SpmdForward, result: ReplicaResult) -> ReplicaResult:
     """Complete the state of a result: old values of unchanged variables, old values plus sums of changes, and the old dtypes."""
-    state = []
+    state: list[jax.Array | None] = []
     for new, old, merge in zip(result.state, forward.non_trainable, forward.merges, strict=True):
         if new is None:
             state.append(old)
@@ -545,4 +545,4 @@ def finish_result(forward: SpmdForward, result: ReplicaResult) -> ReplicaResult:
             state.append(join_halves(new))
         else:
             state.append(old + new if merge is StateMerge.SUM else new.astype(old.dtype))
-    return ReplicaResult(rows=result.rows, means=result.means, state=list(state))
+    return ReplicaResult(rows=result.rows, means=result.means, state=state)

@@ -8,8 +8,8 @@ from pathlib import Path
 from lockstep._errors import OptionError, seconds, whole_number
 from lockstep.distributed.cluster.addresses import DEFAULT_PORT, join_address, split_address
 
-MOST_WORKERS = 1024  # on one node
-_LARGEST_PORT = 65535
+MAX_WORKERS = 1024  # on one node
+_MAX_PORT = 65535
 
 
 @dataclass(frozen=True)
@@ -69,9 +69,9 @@ class LaunchConfig:
     container_mounts: str | None = None
 
     def __post_init__(self) -> None:
-        whole_number("--nproc-per-node" if self.servers is None else "--workers", self.workers, most=MOST_WORKERS)
+        whole_number("--nproc-per-node" if self.servers is None else "--workers", self.workers, maximum=MAX_WORKERS)
         if self.servers is not None:
-            whole_number("--servers", self.servers, most=MOST_WORKERS)
+            whole_number("--servers", self.servers, maximum=MAX_WORKERS)
         whole_number("--nnodes", self.nodes)
         whole_number("--max-restarts", self.max_restarts, 0)
         if self.min_nodes is not None and not 1 <= self.min_nodes <= self.nodes:
@@ -121,8 +121,8 @@ class LaunchConfig:
 
     def _addresses_from(self, first: str) -> list[str]:
         host, port = split_address("address", first)
-        if port + self.workers - 1 > _LARGEST_PORT:
-            raise OptionError(f"{first}: there are no ports for {self.workers} workers from {port} to {_LARGEST_PORT}.")
+        if port + self.workers - 1 > _MAX_PORT:
+            raise OptionError(f"{first}: there are no ports for {self.workers} workers from {port} to {_MAX_PORT}.")
         return [join_address(host, port + local) for local in range(self.workers)]
 
     def _check_seconds(self) -> None:
@@ -134,7 +134,7 @@ class LaunchConfig:
     def _check_addresses(self) -> None:
         if self.hosts is not None and self.coordinator is not None:
             raise OptionError(
-                "--coordinator: the first of --hosts is the coordinator; give one of the two options only."
+                "--coordinator: the first of --hosts is the coordinator. Fix: give one of the two options only."
             )
         if self.hosts is not None and len(self.hosts) != self.nodes:
             raise OptionError(
@@ -145,7 +145,9 @@ class LaunchConfig:
         addresses = self.addresses or ()
         if len(set(addresses)) != len(addresses):
             twice = next(address for address in addresses if addresses.count(address) > 1)
-            raise OptionError(f"--hosts: two workers would have the address {twice}; give each node its own ports.")
+            raise OptionError(
+                f"--hosts: two workers would have the address {twice}. Fix: give each node its own ports."
+            )
 
 
 def _with_port(option: str, address: str) -> str:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from lockstep._errors import DONE, NO_PROGRESS, PEER_LOST, USER_ERROR
-from lockstep.launch.rank_assignment import ProcessName, ProcessNames, format_names
+from lockstep.launch.rank_assignment import NodeProcesses, ProcessName, format_names
 from lockstep.launch.worker_process import (
     USAGE,
     ProcessFailure,
@@ -33,7 +33,7 @@ class RemoteStop(Protocol):
     def fileno(self) -> int:
         """Return the descriptor that becomes readable when a message arrives."""
 
-    def beat(self) -> float:
+    def send_heartbeat_if_due(self) -> float:
         """Tell the other nodes that this one is alive, if it is time to; return the seconds until it is again."""
 
     def read(self) -> str | None:
@@ -115,9 +115,9 @@ class WorkerLossPolicy:
     """Lost workers of one generation.
 
     Args:
-        can_lose: the job continues without these, as long as one of them remains; empty: every loss is fatal.
+        expendable: the job continues without these, as long as one of them remains; empty: every loss is fatal.
         restarts: the remaining restarts of the whole job.
-        start: restarts the process of a task.
+        start: restarts a process.
         log: prints a line for the user.
 
     Attributes:
@@ -126,19 +126,19 @@ class WorkerLossPolicy:
 
     def __init__(
         self,
-        can_lose: Set[ProcessName],
+        expendable: Set[ProcessName],
         restarts: RestartBudget,
         start: Callable[[ProcessName], None],
         log: Callable[[str], None],
     ) -> None:
-        self._can_lose, self._restarts, self._start, self._log = can_lose, restarts, start, log
+        self._expendable, self._restarts, self._start, self._log = expendable, restarts, start, log
         self.tolerated: set[WorkerProcess] = set()
         self._lost: set[ProcessName] = set()  # Lost for good: no restart was left.
         self._restart_at: dict[ProcessName, float] = {}  # On the monotonic clock.
 
     def fatal(self, failures: Iterable[ProcessFailure]) -> list[ProcessFailure]:
         """Return those of the failures that end the job."""
-        none_left = self._lost == self._can_lose
+        none_left = self._lost == self._expendable
         return [failure for failure in failures if none_left or not self._is_tolerable(failure)]
 
     def update(self, workers: Sequence[WorkerProcess]) -> None:
@@ -149,9 +149,9 @@ class WorkerLossPolicy:
             if failure is not None and self._is_tolerable(failure) and failure.confirmed_at <= now:
                 self.tolerated.add(worker)
                 self._on_loss(failure, now)
-        for task in [task for task, restart_at in self._restart_at.items() if restart_at <= now]:
-            del self._restart_at[task]
-            self._start(task)
+        for process in [process for process, restart_at in self._restart_at.items() if restart_at <= now]:
+            del self._restart_at[process]
+            self._start(process)
 
     def deadlines(self, workers: Sequence[WorkerProcess]) -> list[float]:
         """Return the times at which ``update`` will have something to do, on the monotonic clock."""
@@ -160,20 +160,22 @@ class WorkerLossPolicy:
         return [*losses, *self._restart_at.values()]
 
     def _is_tolerable(self, failure: ProcessFailure) -> bool:
-        return failure.task in self._can_lose and failure.code not in _FINAL
+        return failure.process in self._expendable and failure.code not in _FINAL
 
     def _on_loss(self, failure: ProcessFailure, now: float) -> None:
         restart = self._restarts.take()
         if restart is not None:
             seconds = backoff_seconds(restart)
-            self._restart_at[failure.task] = now + seconds
+            self._restart_at[failure.process] = now + seconds
             action = (
                 f"the other processes continue, and it restarts in {seconds:g} s "
                 f"(restart {restart} of {self._restarts.limit})"
             )
         else:
-            self._lost.add(failure.task)
-            action = "no worker is left" if self._lost == self._can_lose else "the other processes continue without it"
+            self._lost.add(failure.process)
+            action = (
+                "no worker is left" if self._lost == self._expendable else "the other processes continue without it"
+            )
         self._log(f"{failure.headline}; {action}.")
 
 
@@ -181,7 +183,7 @@ class LocalWorkers:
     """Starts processes and supervises them until each has exited.
 
     Args:
-        tasks: the processes of this node; this class calls all of them workers.
+        processes: the processes of this node; this class calls all of them workers.
         start: starts one.
         restarts: the remaining ones, for workers that the job can lose.
         signals: of the supervisor. SIGPIPE means that the reader of the output is gone.
@@ -197,7 +199,7 @@ class LocalWorkers:
 
     def __init__(
         self,
-        tasks: ProcessNames,
+        processes: NodeProcesses,
         start: Callable[[ProcessName], WorkerProcess],
         restarts: RestartBudget,
         signals: SignalPipe,
@@ -207,10 +209,10 @@ class LocalWorkers:
         log: Callable[[str], None],
         remote_stop: RemoteStop | None = None,
     ) -> None:
-        self._tasks = tasks
+        self._processes = processes
         self._start = start
         self._workers: list[WorkerProcess] = []  # Also lost ones that were restarted.
-        self._losses = WorkerLossPolicy(tasks.can_lose, restarts, self._add, log)
+        self._losses = WorkerLossPolicy(processes.expendable, restarts, self._add, log)
         self._signals = signals
         self._grace = grace
         self._stop_at = stop_at
@@ -222,8 +224,8 @@ class LocalWorkers:
 
     def run(self) -> None:
         """Start all, wait until they have exited, and stop them if they must not continue."""
-        for task in self._tasks.all:
-            self._add(task)
+        for process in self._processes.all:
+            self._add(process)
         while self._running and not self._shutdown.is_given_up:
             numbers, ready = self._signals.wait(self._seconds_to_wait(), [*self._files])
             for worker in self._running:
@@ -252,7 +254,7 @@ class LocalWorkers:
         for worker in self._workers:
             worker.drain(until)
             if worker.log_error is not None:
-                self._log(f"the log file of {worker.task.name} is incomplete: {worker.log_error}.")
+                self._log(f"the log file of {worker.process.name} is incomplete: {worker.log_error}.")
 
     @property
     def failure(self) -> ProcessFailure | None:
@@ -296,7 +298,7 @@ class LocalWorkers:
 
     @property
     def _running_names(self) -> str:
-        return format_names(worker.task for worker in self._running)
+        return format_names(worker.process for worker in self._running)
 
     def _failures(self) -> list[ProcessFailure]:
         """Failures that end the job: not those after the stop signal, or after the leader was done."""
@@ -305,8 +307,8 @@ class LocalWorkers:
         failures = [worker.failure for worker in self._workers]
         return self._losses.fatal(failure for failure in failures if failure and failure.when <= until)
 
-    def _add(self, task: ProcessName) -> None:
-        self._workers.append(self._start(task))
+    def _add(self, process: ProcessName) -> None:
+        self._workers.append(self._start(process))
 
     def _on_signal(self, number: int) -> None:
         if number not in STOP_SIGNALS:
@@ -324,7 +326,9 @@ class LocalWorkers:
 
     def _check_done(self) -> None:
         exits = [
-            worker.ended_at for worker in self._workers if worker.task == self._tasks.leader and worker.code == DONE
+            worker.ended_at
+            for worker in self._workers
+            if worker.process == self._processes.leader and worker.code == DONE
         ]
         if exits and not self._shutdown.has_begun:
             self._shutdown.done_at = exits[0]
@@ -394,8 +398,8 @@ class LocalWorkers:
         due = self._seconds_to_deadline()
         if self._remote_stop is None:
             return due
-        beat = self._remote_stop.beat()
-        return beat if due is None else min(due, beat)
+        heartbeat = self._remote_stop.send_heartbeat_if_due()
+        return heartbeat if due is None else min(due, heartbeat)
 
     def _seconds_to_deadline(self) -> float | None:
         """Return the seconds until the next check that neither a signal nor a worker triggers; None if there is none."""

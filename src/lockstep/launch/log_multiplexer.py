@@ -11,7 +11,7 @@ from collections.abc import Callable
 from lockstep.launch.rank_assignment import ProcessName
 
 _CHUNK = 65536
-_LONGEST_LINE = 65536  # bytes; a longer one is shown in chunks
+_MAX_LINE_BYTES = 65536  # bytes; a longer one is shown in chunks
 _PARTIAL_LINE_SECONDS = 1.0  # After this, the beginning of a line is shown without its end.
 _LAST_LINES = 30
 _ROOM = 2**22  # bytes; more than the longest failure report
@@ -43,9 +43,9 @@ class TerminalWriter:
         self._is_coloured = colours and stream.isatty()
         self._thread: threading.Thread | None = None
 
-    def prefix(self, task: ProcessName) -> bytes:
+    def prefix(self, process: ProcessName) -> bytes:
         """Return the prefix of each line of a process."""
-        name, colour = f"[{task.name}]", _COLOURS[task.colour % len(_COLOURS)]
+        name, colour = f"[{process.name}]", _COLOURS[process.colour % len(_COLOURS)]
         return (f"\033[{colour}m{name}\033[0m " if self._is_coloured else f"{name} ").encode()
 
     def write(self, data: bytes, waits: bool = True) -> bool:
@@ -148,7 +148,7 @@ class LineSplitter:
 
 
 def _chunks(line: bytes) -> list[bytes]:
-    return [line[start : start + _LONGEST_LINE] for start in range(0, len(line) or 1, _LONGEST_LINE)]
+    return [line[start : start + _MAX_LINE_BYTES] for start in range(0, len(line) or 1, _MAX_LINE_BYTES)]
 
 
 def _visible(line: bytes) -> bytes:

@@ -52,23 +52,23 @@ class ProcessName:
 
 
 @dataclass(frozen=True)
-class ProcessNames:
+class NodeProcesses:
     """The processes of this node in one generation.
 
     Args:
         all: in the order in which they start.
-        can_lose: processes that the job continues without.
+        expendable: processes that the job can lose.
         leader: the job is done when this process is done; None: when all are.
     """
 
     all: Sequence[ProcessName]
-    can_lose: frozenset[ProcessName] = frozenset()
+    expendable: frozenset[ProcessName] = frozenset()
     leader: ProcessName | None = None
 
     @property
     def workers(self) -> list[ProcessName]:
         """The processes that compute and share the GPUs."""
-        return [task for task in self.all if task.job == "worker"]
+        return [process for process in self.all if process.job == "worker"]
 
 
 def format_counts(counts: Mapping[str, int]) -> str:
@@ -81,7 +81,7 @@ def format_counts(counts: Mapping[str, int]) -> str:
     return listed(f"{count} {job if count == 1 else _PLURALS.get(job, job)}" for job, count in counts.items())
 
 
-def format_names(tasks: Iterable[ProcessName]) -> str:
+def format_names(processes: Iterable[ProcessName]) -> str:
     """Format several processes for a sentence.
 
     Example:
@@ -89,15 +89,15 @@ def format_names(tasks: Iterable[ProcessName]) -> str:
         'chief and workers 0, 2'
     """
     jobs: dict[str, list[ProcessName]] = {}
-    for task in tasks:
-        jobs.setdefault(task.job, []).append(task)
+    for process in processes:
+        jobs.setdefault(process.job, []).append(process)
     return listed(_format_job(job, members) for job, members in jobs.items())
 
 
-def _format_job(job: str, tasks: Sequence[ProcessName]) -> str:
-    if len(tasks) == 1:
-        return tasks[0].name
-    return f"{_PLURALS.get(job, job)} {', '.join(str(task.index) for task in tasks)}"
+def _format_job(job: str, processes: Sequence[ProcessName]) -> str:
+    if len(processes) == 1:
+        return processes[0].name
+    return f"{_PLURALS.get(job, job)} {', '.join(str(process.index) for process in processes)}"
 
 
 _LOOPBACK = "127.0.0.1"
@@ -130,9 +130,9 @@ class RankAssignment:
     is_counted_here: bool = False
 
     @property
-    def tasks(self) -> ProcessNames:
+    def processes(self) -> NodeProcesses:
         """The workers of this node; the job can lose none of them."""
-        return ProcessNames([ProcessName("worker", self.first + local) for local in range(self.workers)])
+        return NodeProcesses([ProcessName("worker", self.first + local) for local in range(self.workers)])
 
     def variables(self, local: int) -> Mapping[str, str]:
         """Return the environment variables of one worker: those of torchrun, and ``TF_CONFIG`` if all addresses are known.
@@ -185,23 +185,23 @@ class ServerRankAssignment:
         return cls(generation, {job: list(itertools.islice(rest, count)) for job, count in processes.items()})
 
     @property
-    def tasks(self) -> ProcessNames:
+    def processes(self) -> NodeProcesses:
         """All processes; the job can lose workers, and is done when its chief is."""
         every = [ProcessName(job, index) for job, addresses in self.cluster.items() for index in range(len(addresses))]
-        return ProcessNames(every, frozenset(task for task in every if task.job == "worker"), ProcessName("chief", 0))
+        return NodeProcesses(every, frozenset(one for one in every if one.job == "worker"), ProcessName("chief", 0))
 
     def variables(self, local: int) -> Mapping[str, str]:
         """Return the environment variables of one process; those of torchrun are omitted, as they assume identical workers.
 
         Args:
-            local: its index in ``tasks``.
+            local: its index in ``processes``.
 
         Example:
             >>> ServerRankAssignment(0, {"chief": ["h:1"], "worker": ["h:2"], "ps": ["h:3"]}).variables(2)["TF_CONFIG"]
             '{"cluster": {"chief": ["h:1"], "worker": ["h:2"], "ps": ["h:3"]}, "task": {"type": "ps", "index": 0}}'
         """
-        task = self.tasks.all[local]
-        config = {"cluster": self.cluster, "task": {"type": task.job, "index": task.index}}
+        process = self.processes.all[local]
+        config = {"cluster": self.cluster, "task": {"type": process.job, "index": process.index}}
         return {"TF_CONFIG": json.dumps(config), GENERATION: str(self.generation)}
 
 

@@ -136,7 +136,7 @@ class RendezvousServer:
         self._send(self._state.advance())
         self._ticks += 1
         if self._ticks % round(_HEARTBEAT_SECONDS / _TICK_SECONDS) == 0:
-            heartbeat = encode({"kind": "beat", "waits": self._state.describe_wait()})
+            heartbeat = encode({"kind": "heartbeat", "waits": self._state.describe_wait()})
             for key in self._state.idle_nodes():
                 self._connections[key].send(heartbeat)
         self._loop.later(_TICK_SECONDS, self._tick)
@@ -194,7 +194,7 @@ class RendezvousClient:
     _last_code: int | None = field(default=None, init=False)  # Of the last generation.
     _waiting_for: str = field(default="", init=False)
     _received_at: float = field(default=0.0, init=False)  # Time of the last message.
-    _beat_at: float = field(default=0.0, init=False)  # Time of the next heartbeat.
+    _next_heartbeat: float = field(default=0.0, init=False)  # Time of the next heartbeat.
 
     @property
     def code(self) -> int:
@@ -215,15 +215,15 @@ class RendezvousClient:
         self._receive()
         return self._stop_reason if self._exit is None else self._exit.sentence or "the job is over"
 
-    def beat(self) -> float:
+    def send_heartbeat_if_due(self) -> float:
         """Tell the server that this node is alive, if it is time to; return the seconds until it is again."""
         now = self.clock()
-        if now >= self._beat_at:
-            self._beat_at = now + _HEARTBEAT_SECONDS
+        if now >= self._next_heartbeat:
+            self._next_heartbeat = now + _HEARTBEAT_SECONDS
             self.connection.flush()
             if not self.connection.has_unsent:  # A server that is stopped reads nothing.
-                self.connection.send(encode({"kind": "beat"}))
-        return self._beat_at - now
+                self.connection.send(encode({"kind": "heartbeat"}))
+        return self._next_heartbeat - now
 
     def assignments(self) -> Generator[RankAssignment, None, None]:
         """Yield the rank assignment of each generation of this node."""
@@ -282,7 +282,7 @@ class RendezvousClient:
             if limit <= 0:
                 self._exit = self._exit_on_timeout()
                 return
-            numbers, _ = self.signals.wait(min(limit, self.beat()), [self.fileno()])
+            numbers, _ = self.signals.wait(min(limit, self.send_heartbeat_if_due()), [self.fileno()])
             self._exit = _exit_on_signal(numbers, self._last_code)
             if self._waiting_for:
                 progress.log(self._waiting_for)
@@ -307,12 +307,12 @@ class RendezvousClient:
 
     def _handle(self, message: dict[str, Any]) -> None:
         if message["kind"] == "start":
-            self._assignment = RankAssignment(**message["place"])
-        elif message["kind"] == "call off":
+            self._assignment = RankAssignment(**message["assignment"])
+        elif message["kind"] == "stop_generation":
             self._stop_reason = message["sentence"]
-        elif message["kind"] == "again":
+        elif message["kind"] == "generation_failed":
             self.log(f"{message['sentence']}.")
-        elif message["kind"] == "beat":
+        elif message["kind"] == "heartbeat":
             self._waiting_for = message["waits"]
         elif message["kind"] == "end" and self._exit is None:
             self._exit = NodeExit(int(message["code"]), message["sentence"])

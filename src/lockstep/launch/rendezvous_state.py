@@ -11,7 +11,7 @@ from lockstep.distributed.cluster.addresses import join_address, split_address
 from lockstep.distributed.control.admission import JoinRejection, first_difference
 from lockstep.distributed.control.failure_detector import SuspendDetector
 from lockstep.distributed.control.handshake import Peer
-from lockstep.launch.launch_config import MOST_WORKERS, LaunchConfig
+from lockstep.launch.launch_config import MAX_WORKERS, LaunchConfig
 from lockstep.launch.local_workers import backoff_seconds
 from lockstep.launch.rank_assignment import RankAssignment
 
@@ -86,7 +86,7 @@ class NodeInfo:
         """
         fields = peer.information
         rank = None if fields["rank"] is None else whole_number("rank", fields["rank"], 0)
-        workers = whole_number("workers", peer.workers, most=MOST_WORKERS)
+        workers = whole_number("workers", peer.workers, maximum=MAX_WORKERS)
         host, port = split_address(
             "address", join_address(str(fields["host"] or address), whole_number("port", fields["port"]))
         )
@@ -390,13 +390,13 @@ class RendezvousState:
         for rank, (key, node) in enumerate(chosen):
             first = sum(map(len, addresses[:rank]))
             assignment = RankAssignment(self._number, rank, len(chosen), node.workers, first, len(flat), flat[0], flat)
-            yield Outbound(key, {"kind": "start", "place": asdict(assignment)})
+            yield Outbound(key, {"kind": "start", "assignment": asdict(assignment)})
 
     def _check_generation(self, generation: GenerationState) -> Iterator[Outbound]:
         now = self._clock()
         for key in generation.nodes_to_stop(now):
             generation.stop_sent = True
-            yield Outbound(key, {"kind": "call off", "sentence": generation.reason()})
+            yield Outbound(key, {"kind": "stop_generation", "sentence": generation.reason()})
         for key in generation.overdue(now):
             generation.record(key, GenerationOutcome(PEER_LOST, "it did not end in time"), now)
             self._lost[generation.members[key]] = "it did not end in time"
@@ -419,7 +419,7 @@ class RendezvousState:
                 f"restart {restart} of {self._spec.max_restarts} in {seconds:g} s or later: {generation.reason()}"
             )
             for key in self.nodes:
-                yield Outbound(key, {"kind": "again", "sentence": sentence})
+                yield Outbound(key, {"kind": "generation_failed", "sentence": sentence})
 
 
 def order_by_rank(nodes: Mapping[int, NodeInfo], most: int) -> Sequence[int]:

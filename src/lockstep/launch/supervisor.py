@@ -73,7 +73,7 @@ def supervise(job: LaunchConfig, environment: Mapping[str, str], output: io.RawI
     stop_at = None if job.timeout is None else time.monotonic() + job.timeout
     if not job.is_module and not os.path.isfile(job.program[0]):
         raise OptionError(
-            f"{job.program[0]}: there is no such file; give the script after the options of lockstep run."
+            f"{job.program[0]}: there is no such file. Fix: give the script after the options of lockstep run."
         )
     gpus = visible_gpus(environment)
     allocator = choose_allocator(
@@ -90,8 +90,18 @@ def supervise(job: LaunchConfig, environment: Mapping[str, str], output: io.RawI
         terminals = [
             TerminalWriter(stream, lambda: signals.post(signal.SIGPIPE), colours) for stream in (output, messages)
         ]
-        restarts = RestartBudget(job.max_restarts)
-        supervisor = _Supervisor(job, inherited, network, gpus, restarts, signals, stop_at, child_pids(), *terminals)
+        supervisor = _Supervisor(
+            job=job,
+            environment=inherited,
+            network=network,
+            gpus=gpus,
+            restarts=RestartBudget(job.max_restarts),
+            signals=signals,
+            stop_at=stop_at,
+            excluded=child_pids(),
+            output=terminals[0],
+            messages=terminals[1],
+        )
         with contextlib.closing(supervisor):
             supervisor.log_configuration(node, allocator, "TF_CONFIG" in environment)
             return supervisor.run(node)
@@ -164,9 +174,16 @@ class LocalRestartLoop:
                 yield ServerRankAssignment.at(generation, self.job.processes, addresses)
         else:
             with self._addresses() as (coordinator, known):
-                first = self.node * workers
                 yield RankAssignment(
-                    generation, self.node, nodes, workers, first, nodes * workers, coordinator, known, nodes > 1
+                    generation=generation,
+                    node=self.node,
+                    nodes=nodes,
+                    workers=workers,
+                    first=self.node * workers,
+                    all_workers=nodes * workers,
+                    coordinator=coordinator,
+                    addresses=known,
+                    is_counted_here=nodes > 1,
                 )
 
     @contextlib.contextmanager
@@ -235,15 +252,15 @@ class _Supervisor:
 
     def _run_generation(self, assignment: AnyRankAssignment, remote_stop: RemoteStop | None) -> LocalWorkers:
         workers = LocalWorkers(
-            assignment.tasks,
+            assignment.processes,
             partial(self._start, assignment),
-            self.restarts,
-            self.signals,
-            self.job.grace,
-            self.stop_at,
-            self.excluded,
-            self._log,
-            remote_stop,
+            restarts=self.restarts,
+            signals=self.signals,
+            grace=self.job.grace,
+            stop_at=self.stop_at,
+            excluded=self.excluded,
+            log=self._log,
+            remote_stop=remote_stop,
         )
         try:
             workers.run()
@@ -252,21 +269,21 @@ class _Supervisor:
             self.output.flush(_FLUSH_SECONDS)  # Before messages about the end.
         return workers
 
-    def _start(self, assignment: AnyRankAssignment, task: ProcessName) -> WorkerProcess:
-        ranks = assignment.variables(assignment.tasks.all.index(task))
-        environment = {**self.environment, **ranks, **gpu_variables(self.gpus, task, assignment.tasks)}
-        prefix = self.output.prefix(task)
-        log_file = self._open_log(task)
+    def _start(self, assignment: AnyRankAssignment, process: ProcessName) -> WorkerProcess:
+        ranks = assignment.variables(assignment.processes.all.index(process))
+        environment = {**self.environment, **ranks, **gpu_variables(self.gpus, process, assignment.processes)}
+        prefix = self.output.prefix(process)
+        log_file = self._open_log(process)
         is_shown = log_file is None or self.job.tee
         show = (lambda line: self.output.write(prefix + line + b"\n")) if is_shown else None
-        return WorkerProcess(task, self.job, environment, log_file, show)
+        return WorkerProcess(process, self.job, environment, log_file, show)
 
-    def _open_log(self, task: ProcessName) -> io.FileIO | None:
+    def _open_log(self, process: ProcessName) -> io.FileIO | None:
         if self.job.log_dir is None:
             return None
         try:
             self.job.log_dir.mkdir(parents=True, exist_ok=True)
-            return io.FileIO(open_own(self.job.log_dir / task.file_name, os.O_WRONLY | os.O_APPEND), "a")
+            return io.FileIO(open_own(self.job.log_dir / process.file_name, os.O_WRONLY | os.O_APPEND), "a")
         except OSError as error:
             raise OptionError(f"--log-dir {self.job.log_dir}: {error}. Fix: give a writable folder.") from None
 

@@ -18,7 +18,7 @@ from lockstep.distributed.cluster.env_reader import BIND, KEEP_MEMORY, SECRET, S
 from lockstep.distributed.resolvers.simple import JaxClusterResolver
 from lockstep.distributed.resolvers.torchrun import TorchrunClusterResolver
 from lockstep.launch.launch_config import LaunchConfig
-from lockstep.launch.rank_assignment import ProcessName, ProcessNames
+from lockstep.launch.rank_assignment import NodeProcesses, ProcessName
 
 ALLOCATORS = ("auto", "system", "jemalloc", "tcmalloc")
 _LIBRARIES = {"tcmalloc": ("libtcmalloc_minimal.so*", "libtcmalloc.so*"), "jemalloc": ("libjemalloc.so*",)}
@@ -46,19 +46,19 @@ def inherited_variables(job: LaunchConfig, environment: Mapping[str, str]) -> di
     return {**secret, **{name: value for name, value in environment.items() if name not in replaced}}
 
 
-def gpu_variables(gpus: list[str], task: ProcessName, tasks: ProcessNames) -> Mapping[str, str]:
+def gpu_variables(gpus: list[str], process: ProcessName, processes: NodeProcesses) -> Mapping[str, str]:
     """Return the variables that give one process of this node its GPUs; processes other than workers get none.
 
     Example:
-        >>> tasks = ProcessNames([ProcessName("ps", 0), ProcessName("worker", 0), ProcessName("worker", 1)])
-        >>> gpu_variables(["0", "1"], ProcessName("worker", 1), tasks)
+        >>> processes = NodeProcesses([ProcessName("ps", 0), ProcessName("worker", 0), ProcessName("worker", 1)])
+        >>> gpu_variables(["0", "1"], ProcessName("worker", 1), processes)
         {'CUDA_VISIBLE_DEVICES': '1'}
-        >>> gpu_variables(["0", "1"], ProcessName("ps", 0), tasks)
+        >>> gpu_variables(["0", "1"], ProcessName("ps", 0), processes)
         {'CUDA_VISIBLE_DEVICES': '', 'JAX_PLATFORMS': 'cpu'}
     """
-    if task not in tasks.workers:
+    if process not in processes.workers:
         return {"CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu"}
-    share = gpu_share(gpus, tasks.workers.index(task), len(tasks.workers))
+    share = gpu_share(gpus, processes.workers.index(process), len(processes.workers))
     return {} if share is None else {"CUDA_VISIBLE_DEVICES": share}
 
 
@@ -119,8 +119,8 @@ def choose_allocator(
             return MallocSelection(f"{name} ({library})", _preload_variables(name, library, environment))
     if wanted != "auto":
         raise OptionError(
-            f"--allocator {wanted}: no {' or '.join(_LIBRARIES[wanted])} in {', '.join(map(str, folders))}; on Debian and "
-            f"Ubuntu 'apt install {_PACKAGES[wanted]}' installs it, or omit the option."
+            f"--allocator {wanted}: no {' or '.join(_LIBRARIES[wanted])} in {', '.join(map(str, folders))}. Fix: install it, on Debian "
+            f"and Ubuntu with 'apt install {_PACKAGES[wanted]}', or omit the option."
         )
     return _choose_glibc(environment, glibc)
 

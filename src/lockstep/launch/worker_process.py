@@ -80,7 +80,7 @@ class ProcessFailure:
     """Unsuccessful end of a process.
 
     Args:
-        task: the process.
+        process: the process.
         code: its exit code, or minus the number of the signal that ended it.
         when: on the machine's monotonic clock, in seconds.
         record: the exception that its program recorded, if any.
@@ -91,7 +91,7 @@ class ProcessFailure:
         'worker 3 was killed by SIGBUS (/dev/shm or a disk may be full)'
     """
 
-    task: ProcessName
+    process: ProcessName
     code: int
     when: float
     record: ErrorRecord | None
@@ -117,9 +117,9 @@ class ProcessFailure:
         """The failure in one sentence."""
         if self.code < 0:
             name, hint = signal.Signals(-self.code).name, _HINTS.get(signal.Signals(-self.code))
-            return f"{self.task.name} was killed by {name}" + (f" ({hint})" if hint else "")
+            return f"{self.process.name} was killed by {name}" + (f" ({hint})" if hint else "")
         meaning = _MEANINGS.get(self.code)
-        return f"{self.task.name} ended with exit code {self.code}" + (f" ({meaning})" if meaning else "")
+        return f"{self.process.name} ended with exit code {self.code}" + (f" ({meaning})" if meaning else "")
 
     @property
     def report(self) -> str:
@@ -204,7 +204,7 @@ class WorkerProcess:
     """Starts and controls a worker or another process of a job.
 
     Args:
-        task: its name in the job.
+        process: its name in the job.
         job: what it runs.
         environment: all of its variables.
         log: receives every byte of its output; None: nothing is logged.
@@ -217,13 +217,13 @@ class WorkerProcess:
 
     def __init__(
         self,
-        task: ProcessName,
+        process: ProcessName,
         job: LaunchConfig,
         environment: Mapping[str, str],
         log: io.RawIOBase | None,
         show: Callable[[bytes], object] | None,
     ) -> None:
-        self.task = task
+        self.process = process
         self.code: int | None = None
         self.ended_at = 0.0
         self._error = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 # For the exception that ends the program.
@@ -255,9 +255,9 @@ class WorkerProcess:
         error = self._error.fileno()
         record = ErrorRecord.from_bytes(os.pread(error, os.fstat(error).st_size, 0))
         if record is None:
-            return ProcessFailure(self.task, self.code, self.ended_at, None, self._log_pump.last_lines)
+            return ProcessFailure(self.process, self.code, self.ended_at, None, self._log_pump.last_lines)
         code = max(self.code, 0) or USER_ERROR  # It may have been killed after it wrote the record.
-        return ProcessFailure(self.task, code, record.when, record, "")
+        return ProcessFailure(self.process, code, record.when, record, "")
 
     @property
     def log_error(self) -> OSError | None:

@@ -78,7 +78,7 @@ class WorkerStrategy(Strategy):
         if communication_options is not None:
             what = "lockstep.CommunicationOptions(…)"
             options = instance_of(CommunicationOptions, "communication_options", communication_options, what)
-        self._check_every = whole_number("check_every", check_every, least=0)
+        self._check_every = whole_number("check_every", check_every, minimum=0)
         self._timeout = TIMEOUT_SECONDS if options.timeout_seconds is None else options.timeout_seconds
         self._is_chosen = cluster_resolver is not None
         self._is_adopting = is_to_adopt() and not is_made_alone()
@@ -101,7 +101,7 @@ class WorkerStrategy(Strategy):
         return self._resolver
 
     @property
-    def session(self) -> ControlClient | None:
+    def control_client(self) -> ControlClient | None:
         """This worker's end of the control channel; None if it trains alone."""
         return self._job.client if self._job else None
 

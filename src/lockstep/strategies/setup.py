@@ -17,7 +17,7 @@ from lockstep.devices.determinism import is_deterministic, prepare_determinism
 from lockstep.devices.names import platform_of, resolve_devices
 from lockstep.execution.gathered_variables import Recompute, Shard
 
-MOST_REPLICAS = 65_536  # far above all batches; the parts of each replica are objects of this process
+MAX_REPLICAS = 65_536  # far above all batches; the parts of each replica are objects of this process
 
 _device_count: ContextVar[int | None] = ContextVar("lockstep_device_override", default=None)
 _is_alone = ContextVar("lockstep_alone", default=False)
@@ -75,7 +75,7 @@ def prepare_process(
     resolved_shard = _resolve_shard(shard, ops, deterministic)
     _check_recompute(recompute, resolved_shard)
     if replicas is not None:
-        replicas = whole_number("replicas", replicas, most=MOST_REPLICAS)
+        replicas = whole_number("replicas", replicas, maximum=MAX_REPLICAS)
     if input_options is not None:
         check_input_options("input_options", input_options)
     if deterministic:

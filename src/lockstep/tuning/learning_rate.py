@@ -98,7 +98,7 @@ class LearningRateScaling(keras.callbacks.Callback):
         super().__init__()
         self._rule = one_of(RULES, "LearningRateScaling: rule", rule)
         self._base_batch = whole_number("LearningRateScaling: base_batch", base_batch)
-        self._epochs = whole_number("LearningRateScaling: warmup_epochs", warmup_epochs, least=0)
+        self._epochs = whole_number("LearningRateScaling: warmup_epochs", warmup_epochs, minimum=0)
         self._given_batch = (
             None if global_batch is None else whole_number("LearningRateScaling: global_batch", global_batch)
         )

@@ -100,7 +100,7 @@ def test_a_suspended_worker_is_named_within_its_limit(job):
     processes[1].send(signal.SIGSTOP)
     assert processes[0].end() == 75, processes[0].said
     assert processes[0].ended_at - began < SHORT + SOON
-    assert f"process {processes[1].pid}) does not answer: no sign of life for " in processes[0].said
+    assert f"process {processes[1].pid}) does not answer: no heartbeat for " in processes[0].said
 
 
 def test_an_exception_is_told_to_the_other_processes(job):
@@ -213,7 +213,7 @@ def test_a_worker_that_finishes_early_is_named_and_ends_with_the_others(job, ear
     )
     codes, said = ends(processes)
     assert codes == [13, 13]
-    sentence = f"worker {early} of 2 ({HOST}, process {processes[early].pid}) came to the end before gather 'the call'"
+    sentence = f"worker {early} of 2 ({HOST}, process {processes[early].pid}) finished before gather 'the call'"
     for each in said:
         assert sentence in each
     assert f"worker {1 - early} of 2 ({HOST}, process {processes[1 - early].pid}) failed: " in said[early]

@@ -28,7 +28,7 @@ def test_the_chief_prints_and_writes_and_all_load_it_under_a_second_strategy(job
     assert (folder / "log.csv").read_text().count("\n") == 3
     for path in folder.glob("*.keras"):
         keras.models.load_model(path)
-    assert ["Take lockstep.callbacks.BackupAndRestore" in each for each in chief["backup"]] == [True] * 3
+    assert ["Fix: take lockstep.callbacks.BackupAndRestore" in each for each in chief["backup"]] == [True] * 3
     chief, other = (process.out.read_text() for process in run.processes.values())
     assert "Epoch 2/2" in chief
     assert "━" in chief

@@ -101,7 +101,7 @@ def test_a_port_of_jax_that_a_worker_does_not_reach():
     with pytest.raises(lockstep.ClusterError) as raised:
         find_jax_address(Unreached(address), {}, print)
     assert str(raised.value).startswith("worker 1 of 2 (node1, process 71) does not reach port ")
-    assert f"at {address}: Connection refused. Open a port for it" in str(raised.value)
+    assert f"at {address}: Connection refused. Fix: open a port for it" in str(raised.value)
 
 
 @pytest.mark.parametrize("early", [0, 1])

@@ -40,7 +40,7 @@ def test_the_first_machine_that_others_cannot_reach_is_named_with_the_cure(addre
         check_hostnames(Said([FINE, FINE, ["third", "node2", address, reachable]]))
     sentence = str(raised.value)
     assert sentence.startswith(f"worker 2 of 3 (node2, process 72): the name of its machine, 'node2', {says}, which ")
-    assert f"Write the line {line!r} into /etc/hosts there" in sentence
+    assert f"Fix: write the line {line!r} into /etc/hosts there" in sentence
 
 
 def test_on_one_machine_the_name_may_lead_anywhere():

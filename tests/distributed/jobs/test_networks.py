@@ -62,7 +62,7 @@ def test_a_cut_link_ends_both_within_the_limit_and_each_names_the_other(run, net
     for process, other in zip(processes, reversed(processes), strict=True):
         index = processes.index(other)
         last = process.said.splitlines()[-1]
-        who = f"worker {index} of 2 ({socket.gethostname()}, process {other.pid}) does not answer: no sign of life for 3 s"
+        who = f"worker {index} of 2 ({socket.gethostname()}, process {other.pid}) does not answer: no heartbeat for 3 s"
         assert who in last, process.said
 
 
@@ -78,7 +78,7 @@ def test_a_machine_whose_name_leads_back_to_itself_is_named_at_the_start_with_th
             in last
         )
         assert "leads to 127.0.1.1 there, which the other machines cannot reach" in last
-        assert f"Write the line '{network.addresses[wrong]} {socket.gethostname()}' into /etc/hosts there" in last
+        assert f"Fix: write the line '{network.addresses[wrong]} {socket.gethostname()}' into /etc/hosts there" in last
 
 
 def test_processes_of_jax_on_two_machines_agree_on_an_address_and_a_secret(run, network):

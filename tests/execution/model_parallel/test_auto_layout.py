@@ -12,7 +12,7 @@ from jax.extend.core import Primitive
 from keras import layers, ops
 
 import lockstep
-from lockstep.execution.model_parallel.auto_layout import MOST_MOVED, choose_axes
+from lockstep.execution.model_parallel.auto_layout import MAX_MOVED, choose_axes
 from tests.execution.model_parallel.nets import (
     attention_block,
     choices,
@@ -87,7 +87,7 @@ def test_a_variable_stays_whole_if_its_collectives_move_too_much():
     structs = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((64, 64), (4096, 64))]
     (found,) = choose_axes(jax.make_jaxpr(product)(*structs), [("kernel", structs[0])], [0], 4)
     assert re.search(
-        rf"axis 0 \(64\) would move \d+ times the bytes of its variables, more than {MOST_MOVED}", found.reason
+        rf"axis 0 \(64\) would move \d+ times the bytes of its variables, more than {MAX_MOVED}", found.reason
     )
 
 

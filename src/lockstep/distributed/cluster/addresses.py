@@ -21,7 +21,7 @@ from lockstep.distributed.cluster.env_reader import EnvReader
 _ADDRESS = re.compile(
     r"(?:\[(?P<six>[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*(?:%[\w.-]+)?)\]|(?P<host>[^\s:/\[\],]+)):(?P<port>\d+)"
 )
-_LARGEST_PORT = 65535
+_MAX_PORT = 65535
 _LOOPBACK_IPV4 = re.compile(r"127(\.\d{1,3}){3}")
 
 
@@ -36,10 +36,10 @@ def split_address(where: str, address: object) -> tuple[str, int]:
         ClusterError: it is no address, or the port is not 1 to 65535.
     """
     match = _ADDRESS.fullmatch(address) if isinstance(address, str) else None
-    if match is None or not 0 < int(match["port"]) <= _LARGEST_PORT:
+    if match is None or not 0 < int(match["port"]) <= _MAX_PORT:
         raise ClusterError(
             f"{where}: expected an address such as 'worker-0:12421' or '[fd00::7]:12421', with a port of 1 to "
-            f"{_LARGEST_PORT}, got {shown(address)}."
+            f"{_MAX_PORT}, got {shown(address)}."
         )
     return match["six"] or match["host"], int(match["port"])
 
@@ -92,8 +92,8 @@ def chosen_coordinator(environ: Mapping[str, str]) -> str | None:
 
 def chosen_port(environ: Mapping[str, str], port: int) -> int:
     """Return the port that the user has set for worker 0, else ``port``."""
-    own = EnvReader("Lockstep", environ, "Set it to a free port, or leave it out.")
-    return own.integer(PORT, "the port of worker 0", least=1, most=65535) if PORT in environ else port
+    own = EnvReader("Lockstep", environ, "set it to a free port, or leave it out.")
+    return own.integer(PORT, "the port of worker 0", minimum=1, maximum=65535) if PORT in environ else port
 
 
 def resolve_coordinator(environ: Mapping[str, str], find: Callable[[], tuple[str, int]]) -> str:

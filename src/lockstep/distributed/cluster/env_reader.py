@@ -34,12 +34,12 @@ class EnvReader:
     Args:
         source: the scheduler, for messages.
         environ: names and values; nothing else is read, and nothing is written.
-        cure: a sentence that says how to set a missing variable.
+        fix: how to set a missing variable, in a sentence that follows "Fix: ".
     """
 
     source: str
     environ: Mapping[str, str]
-    cure: str
+    fix: str
 
     def text(self, name: str, meaning: str) -> str:
         """Return a variable that must be set and not blank.
@@ -54,21 +54,21 @@ class EnvReader:
         value = self.environ.get(name)
         if value is None or not value.strip():
             state = "is not set" if value is None else f"is {value!r}"
-            raise ClusterError(f"{self.source}: {name}, {meaning}, {state}. {self.cure}")
+            raise ClusterError(f"{self.source}: {name}, {meaning}, {state}. Fix: {self.fix}")
         return value.strip()
 
-    def integer(self, name: str, meaning: str, least: int = 0, most: int | None = None) -> int:
-        """Return a variable that must be a whole number from ``least`` to ``most``.
+    def integer(self, name: str, meaning: str, minimum: int = 0, maximum: int | None = None) -> int:
+        """Return a variable that must be a whole number from ``minimum`` to ``maximum``.
 
         Raises:
             ClusterError: it is not set, or not such a number.
         """
         value = self.text(name, meaning)
         number = int(value) if value.isdecimal() and value.isascii() else None
-        if number is None or number < least or (most is not None and number > most):
-            allowed = f"of at least {least}" if most is None else f"from {least} to {most}"
+        if number is None or number < minimum or (maximum is not None and number > maximum):
+            allowed = f"of at least {minimum}" if maximum is None else f"from {minimum} to {maximum}"
             raise ClusterError(
-                f"{self.source}: {name}, {meaning}: expected a whole number {allowed}, got {value!r}. {self.cure}"
+                f"{self.source}: {name}, {meaning}: expected a whole number {allowed}, got {value!r}. Fix: {self.fix}"
             )
         return number
 
@@ -83,8 +83,8 @@ class EnvReader:
         Raises:
             ClusterError: one is not set or no number, or the index is too large.
         """
-        all_ = self.integer(count, f"the number of {what}", least=1)
-        own = self.integer(index, f"the number of this one of {all_} {what} ({count})", most=all_ - 1)
+        all_ = self.integer(count, f"the number of {what}", minimum=1)
+        own = self.integer(index, f"the number of this one of {all_} {what} ({count})", maximum=all_ - 1)
         return own, all_
 
 
@@ -182,8 +182,8 @@ def job_generation(environ: Mapping[str, str]) -> int:
 
 
 def _generation(environ: Mapping[str, str], name: str) -> int:
-    own = EnvReader("Lockstep", environ, "lockstep run sets it.")
-    return own.integer(name, "the number of restarts", least=0) if name in environ else 0
+    own = EnvReader("Lockstep", environ, "leave it to lockstep run, which sets it.")
+    return own.integer(name, "the number of restarts", minimum=0) if name in environ else 0
 
 
 def visible_gpus(environment: Mapping[str, str], devices: Path = _DEVICES) -> list[str]:

@@ -174,7 +174,7 @@ def _check_distinct(jobs: Mapping[str, Mapping[int, str]]) -> None:
         for index, address in tasks.items():
             if address in seen:
                 raise ClusterError(
-                    f"cluster: {seen[address]} and {job} {index} have one address, {address}. Give each its own."
+                    f"cluster: {seen[address]} and {job} {index} have one address, {address}. Fix: give each its own."
                 )
             seen[address] = f"{job} {index}"
 
@@ -239,7 +239,7 @@ class WorkerGroup:
         Returns:
             Such as ``worker 1 of 2 (b:12421)``.
         """
-        index = whole_number("index", index, least=0, most=self.workers - 1)
+        index = whole_number("index", index, minimum=0, maximum=self.workers - 1)
         if self.addresses is not None:
             address = f" ({self.addresses[index]})"
         else:
@@ -248,9 +248,9 @@ class WorkerGroup:
 
     def _check_types(self) -> None:
         instance_of(str, "source", self.source, "a text")
-        whole_number(f"{self.source}: workers", self.workers, least=None, most=sys.maxsize)
+        whole_number(f"{self.source}: workers", self.workers, minimum=None, maximum=sys.maxsize)
         for name in ("index", "local_index", "local_workers"):
-            whole_number(f"{self.source}: {name}", vars(self)[name], least=None, most=sys.maxsize)
+            whole_number(f"{self.source}: {name}", vars(self)[name], minimum=None, maximum=sys.maxsize)
         for name in ("addresses", "notes"):
             texts = vars(self)[name]
             if not (texts is None and name == "addresses") and not (
@@ -280,8 +280,8 @@ class WorkerGroup:
             host, _ = split_address(f"{self.source}: worker {index}", address)
             if address in addresses[:index]:
                 raise ClusterError(
-                    f"{self.source}: worker {addresses.index(address)} and worker {index} have one address, {address}; "
-                    "give each process its own port."
+                    f"{self.source}: worker {addresses.index(address)} and worker {index} have one address, {address}. "
+                    "Fix: give each process its own port."
                 )
             if not is_loopback(host):
                 check_reachable(self)
@@ -297,7 +297,7 @@ def check_reachable(group: WorkerGroup) -> None:
     if is_loopback(host):
         raise ClusterError(
             f"{group.source}: {group.name_of(0)} cannot be reached by workers on other machines, where {host!r} is their "
-            "own machine. Give worker 0 the name or address that its machine has in the network, or set "
+            "own machine. Fix: give worker 0 the name or address that its machine has in the network, or set "
             "LOCKSTEP_COORDINATOR=host:port on every worker."
         )
 
@@ -334,7 +334,7 @@ class Membership:
         if self.group is None:
             raise ClusterError(
                 f"{self.source}: this process is {self.task_type} {self.task_id}, and MultiWorkerMirroredStrategy has no work for "
-                "it, as its workers keep no parameters on servers. Do not start it and remove 'ps' from the cluster, or train "
+                "it, as its workers keep no parameters on servers. Fix: do not start it and remove 'ps' from the cluster, or train "
                 "with lockstep.ParameterServerStrategy."
             )
         return self.group

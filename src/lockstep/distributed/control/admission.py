@@ -107,7 +107,7 @@ class Admission:
 
 
 _ABSENT = "nothing"
-_LONGEST = 200  # Characters of a value in a sentence.
+_MAX_SHOWN = 200  # Characters of a value in a sentence.
 
 
 def first_difference(left: Any, right: Any, path: str = "") -> tuple[str, str, str] | None:
@@ -202,4 +202,4 @@ def _shown(values: Mapping[str, Any], key: str) -> str:
 
 
 def _short(text: str) -> str:
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}…"

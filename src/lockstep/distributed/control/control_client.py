@@ -34,7 +34,7 @@ from lockstep.distributed.control.transport import EventLoop, FramedSocket, as_j
 
 MAIN = "main"
 _POLL_SECONDS = 0.2
-_GOODBYE_SECONDS = 2.0  # For the chief to confirm an end or a failure.
+_CONFIRMATION_SECONDS = 2.0  # For the chief to confirm an end or a failure.
 _MAX_SUMMARY = 4000  # characters
 
 
@@ -105,7 +105,7 @@ class ControlClient:
 
         Args:
             step: a number that never falls and counts the same on all workers, over the life of the client.
-            activity: ``"step"`` from the begin of a step, which needs all workers, to the next ``"data"``: callbacks between them may
+            activity: ``"step"`` from the beginning of a step, which needs all workers, to the next ``"data"``: callbacks between them may
                 wait for the step's result. ``"start"``, ``"compiling"`` and ``"saving"`` may take long.
         """
         self._heartbeat.report(step, activity)
@@ -153,10 +153,10 @@ class ControlClient:
         """
         return self._collective(GATHER, topic, value, channel, timeout_seconds)
 
-    def agree(self, topic: str, value: Any, *, cure: str = "", channel: str = MAIN) -> None:
+    def agree(self, topic: str, value: Any, *, fix: str = "", channel: str = MAIN) -> None:
         """Check that all workers have an equal value; else the same ClusterError on all names who differs and in what.
 
-        Arguments and errors are those of :meth:`gather`; ``cure`` is a sentence that follows.
+        Arguments and errors are those of :meth:`gather`; ``fix`` is a sentence that follows.
         """
         own = as_json(value)
         found = find_disagreement(self.gather(topic, digest(own), channel=channel))
@@ -164,7 +164,7 @@ class ControlClient:
             shown = own if self.group.index in found.pair else None
             values = self.gather(topic, shown, channel=channel)
             sentence = found.sentence(topic, values, [str(peer) for peer in self.peers])
-            raise ClusterError(f"{sentence} {cure}".strip())
+            raise ClusterError(f"{sentence} {fix}".strip())
 
     def broadcast(self, topic: str, value: Any = None) -> Any:
         """Return the chief's value; those of the other workers are ignored. Arguments and errors are those of :meth:`gather`."""
@@ -200,7 +200,7 @@ class ControlClient:
         if self.failure is None and not self._has_left and self._is_own_process():
             self._is_failing = True
             self._send_last({"kind": "fail", "summary": summary[:_MAX_SUMMARY]})
-            self._confirmed.wait(_GOODBYE_SECONDS)
+            self._confirmed.wait(_CONFIRMATION_SECONDS)
             if self.failure is None and self._heartbeat.silence > QUIET:
                 self.failure = self._heartbeat.silent_chief()
 
@@ -220,7 +220,7 @@ class ControlClient:
         atexit.unregister(self.leave)
         if self.failure is None:
             seconds = self._limits.timeout if wait_seconds is None else wait_seconds
-            self._say_goodbye(seconds if stays or self.group.is_chief else _GOODBYE_SECONDS)
+            self._send_leave(seconds if stays or self.group.is_chief else _CONFIRMATION_SECONDS)
         self._loop.stop()
         if self._server is not None:
             self._server.stop()
@@ -265,16 +265,16 @@ class ControlClient:
             limit = max(seconds, self._limits.long) if missing and missing["long"] else seconds
             if not suspends.tick() - suspends.since <= limit:  # Also if the limit is not a number.
                 self._send({"kind": "overdue", "channel": call.name, "what": what, "seconds": limit})
-                if call.wait(_GOODBYE_SECONDS) and self.failure and self.failure.kind is not FailureKind.STUCK:
+                if call.wait(_CONFIRMATION_SECONDS) and self.failure and self.failure.kind is not FailureKind.STUCK:
                     break  # The chief knows more, for instance that one of them is silent.
-                late = f"{names}: did not come to {what} within {limit:g} s. See what they print, or raise timeout_seconds."
+                late = f"{names}: did not reach {what} within {limit:g} s. Fix: see their output, or raise timeout_seconds."
                 raise ClusterError(late, NO_PROGRESS)
             wait.log(f"{names}, at {what}")
         self.check()
         if call.error is not None:
             raise ClusterError(call.error)
 
-    def _say_goodbye(self, wait_seconds: float) -> None:
+    def _send_leave(self, wait_seconds: float) -> None:
         self._send_last({"kind": "leave", "stays": self._stays})
         wait = WaitLogger(self._log, self._clock)
         while not self._confirmed.wait(_POLL_SECONDS):
@@ -323,7 +323,7 @@ class ControlClient:
 
     def _closed(self, connection: FramedSocket) -> None:
         if 0 not in self.departed and (self._stays or not self._has_left):
-            what = f"died: {connection.ended} without a goodbye. It was the chief."
+            what = f"died: {connection.ended} unexpectedly. It was the chief."
             self._set_failure(make_failure(FailureKind.DIED, self.peers[0], what))
         self._is_disconnected = True
         self._channels.finish_all(self._chief_has_left())
@@ -411,7 +411,7 @@ class _Channels:
         channel = self._channels.setdefault(name, _Channel(name))
         if not channel.in_use.acquire(blocking=False):
             raise ClusterError(
-                f"{what}: another thread waits on channel {name!r}; give this thread a channel of its own."
+                f"{what}: another thread waits on channel {name!r}. Fix: give this thread a channel of its own."
             )
         try:
             yield channel
@@ -463,5 +463,5 @@ class _HeartbeatState:
 
     def silent_chief(self) -> Failure:
         """Return the failure that the chief is silent."""
-        what = f"does not answer: no sign of life for {self.silence:.0f} s (stopped, or cut off from the network)."
+        what = f"does not answer: no heartbeat for {self.silence:.0f} s (stopped, or cut off from the network)."
         return make_failure(FailureKind.SILENT, self._chief, f"{what} It was the chief.")

@@ -126,7 +126,7 @@ class PendingCollectives:
             gone = [name for worker, name in self._left.items() if worker not in pending.values]
             if gone and pending.error is None:
                 pending.error = (
-                    f"{listed(gone)} came to the end before {_named(*pending.call)}, where others wait: all workers must make the same "
+                    f"{listed(gone)} finished before {_named(*pending.call)}, where others wait: all workers must make the same "
                     "calls, such as fit and evaluate, in the same order."
                 )
             if pending.error is not None or len(pending.values) == self._workers:
@@ -163,7 +163,7 @@ class _WorkerRecord:
     since: float
     step: int = 0
     activity: str = START
-    left: bool = False  # It said goodbye.
+    left: bool = False  # It has sent that it leaves.
     stays: bool = False  # It waits after that until all workers have left.
     failed: bool = False  # It said that its program failed.
     closed: bool = False  # Its connection has ended.
@@ -344,7 +344,7 @@ class Coordinator:
                 rejection = JoinRejection(sentence, everyone=True, exit_code=PEER_LOST)
                 self._cancel_start(rejection, self._group.workers)
         elif not worker.left and not worker.failed:
-            what = f"died: {worker.connection.ended} without a goodbye, last {self._status(worker).doing}."
+            what = f"died: {worker.connection.ended} unexpectedly, last {self._status(worker).doing}."
             self._declare(make_failure(FailureKind.DIED, worker.peer, what))
         self._release_staying()
 
@@ -405,7 +405,7 @@ class Coordinator:
                 worker.connection.send(frame)
 
     def _release_staying(self) -> None:
-        """Confirm the goodbyes of the chief, and of other workers that stay, when they need not stay for the others any more."""
+        """Confirm the leaving of the chief, and of other workers that stay, when they need not stay for the others any more."""
         others = [worker for index, worker in self._workers.items() if index]
         if self._workers[0].left and (self._failure is not None or all(x.left or x.closed for x in others)):
             for _, worker in sorted(self._workers.items(), reverse=True):

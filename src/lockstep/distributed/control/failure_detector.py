@@ -19,8 +19,8 @@ from lockstep.distributed.control.handshake import Peer
 class FailureKind(enum.StrEnum):
     """The ways in which a worker fails."""
 
-    DIED = "died"  # Its connection closed without a goodbye.
-    SILENT = "silent"  # No sign of life: stopped, or cut off.
+    DIED = "died"  # Its connection closed without a message that it leaves.
+    SILENT = "silent"  # No heartbeat: stopped, or cut off.
     STUCK = "stuck"  # Its heartbeats come, its program goes no further, and others wait for it.
     LEFT = "left"  # It left in order, and others wait for it.
     FAILED = "failed"  # It said that its program raised an exception.
@@ -34,11 +34,11 @@ _CODES = {
     FailureKind.FAILED: USER_ERROR,
 }
 _AGAIN = "Start the job again: with lockstep.callbacks.BackupAndRestore it resumes from its last checkpoint."
-_CURES = {
-    FailureKind.DIED: f"What it printed last says why; one that was killed for lack of memory says nothing. {_AGAIN}",
-    FailureKind.SILENT: f"See whether that process, its machine and the network are well. {_AGAIN}",
-    FailureKind.STUCK: "The stacks in its output say where; if it was only slow, raise CommunicationOptions(timeout_seconds=…).",
-    FailureKind.LEFT: "Give all workers the same number of epochs and of batches.",
+_FIXES = {
+    FailureKind.DIED: f"Fix: see the end of its output; a process that the system killed for lack of memory prints nothing. {_AGAIN}",
+    FailureKind.SILENT: f"Fix: check that process, its machine and the network. {_AGAIN}",
+    FailureKind.STUCK: "Fix: see the stacks in its output; if it was only slow, raise CommunicationOptions(timeout_seconds=…).",
+    FailureKind.LEFT: "Fix: give all workers the same number of epochs and of batches.",
     FailureKind.FAILED: "",  # What it raised says it.
 }
 
@@ -71,9 +71,9 @@ class Failure:
         return _CODES[self.kind]
 
     @property
-    def cure(self) -> str:
-        """What to do, in a sentence; empty if the failure is an error of the program."""
-        return _CURES[self.kind]
+    def fix(self) -> str:
+        """What to do, as a sentence with "Fix: " before it; empty if the failure is an error of the program."""
+        return _FIXES[self.kind]
 
     def as_message(self) -> dict[str, Any]:
         """Return this as JSON."""
@@ -232,7 +232,7 @@ def _silent_failure(now: float, status: WorkerStatus) -> Failure:
     return make_failure(
         FailureKind.SILENT,
         status.peer,
-        f"does not answer: no sign of life for {now - status.heard:.0f} s, last {status.doing} "
+        f"does not answer: no heartbeat for {now - status.heard:.0f} s, last {status.doing} "
         f"(stopped, or cut off from the network).",
     )
 
@@ -248,7 +248,7 @@ def _left_before(continuing: Sequence[WorkerStatus], statuses: Sequence[WorkerSt
     if first is None or not early:
         return None
     status = min(early, key=lambda status: status.step)
-    what = f"came to its end after step {status.step}; worker {first.peer.index} waits for it in step {first.step}."
+    what = f"finished after step {status.step}; worker {first.peer.index} waits for it in step {first.step}."
     return make_failure(FailureKind.LEFT, status.peer, what)
 
 
@@ -263,7 +263,7 @@ def _find_stuck(now: float, statuses: Sequence[WorkerStatus], limits: Limits) ->
     status = min(behind, key=lambda status: (status.activity.startswith(WAITING), status.step, status.since))
     waits = f"worker {first.peer.index} waits for it in step {first.step}."
     if status.left:
-        return make_failure(FailureKind.LEFT, status.peer, f"came to its end after step {status.step}; {waits}")
+        return make_failure(FailureKind.LEFT, status.peer, f"finished after step {status.step}; {waits}")
     return make_failure(
         FailureKind.STUCK, status.peer, f"is stuck: {status.doing} for {now - status.since:.0f} s; {waits}"
     )

@@ -84,11 +84,11 @@ class Peer:
         return f"{self.host}, process {self.pid}"
 
 
-PROTOCOL = 2
+PROTOCOL = 3
 HANDSHAKE_SECONDS = 5.0
-_SILENT = f"it said nothing for {HANDSHAKE_SECONDS:.0f} s"
+_SILENT = f"it sent nothing for {HANDSHAKE_SECONDS:.0f} s"
 _CROWDED = "too many connections were in their handshake"
-_MOST_HANDSHAKES = 256
+_MAX_HANDSHAKES = 256
 _MAX_LOGGED = 3  # Reasons for which connections were rejected; a port scanner must not fill the log.
 _MAX_REASON = 300  # Characters: unauthenticated peers can send any text.
 _MAX_SENTENCE = 4000  # Characters.
@@ -304,7 +304,7 @@ class HandshakeServer:
 
 def _most_handshakes() -> int:
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return _MOST_HANDSHAKES if soft == resource.RLIM_INFINITY else max(4, min(_MOST_HANDSHAKES, soft // 4))
+    return _MAX_HANDSHAKES if soft == resource.RLIM_INFINITY else max(4, min(_MAX_HANDSHAKES, soft // 4))
 
 
 def _host_of(connection: FramedSocket) -> str:
@@ -559,7 +559,7 @@ def _listen(host: str, port: int) -> socket.socket:
 def _port_in_use(host: str, port: int, who: str) -> str:
     other = "another Lockstep job" if _is_lockstep(host, port) else "something that is no Lockstep job"
     return (
-        f"{capitalized(who)} cannot listen on port {port} of {host}: {other} uses it. End that ('ss -ltnp' shows its process), or give "
+        f"{capitalized(who)} cannot listen on port {port} of {host}: {other} uses it. Fix: end that ('ss -ltnp' shows its process), or give "
         f"all workers of this job another port, where this one comes from: TF_CONFIG, --hosts, --coordinator or LOCKSTEP_PORT."
     )
 

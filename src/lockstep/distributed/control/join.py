@@ -136,8 +136,8 @@ class _Join:
                 reason = str(error)
             if self.wait_log.seconds > self.limits.start_timeout:
                 raise ClusterError(
-                    f"{self.group.name}: {self._chief}, was not met within {self.limits.start_timeout:g} s: {reason}. Is it started, and "
-                    f"can it be reached from here?",
+                    f"{self.group.name}: {self._chief}, was not met within {self.limits.start_timeout:g} s: {reason}. Fix: check that "
+                    f"it is started and can be reached from here.",
                     PEER_LOST,
                 )
             self.wait_log.log(f"{self._chief} ({reason})")
@@ -176,7 +176,7 @@ class _Join:
             elif connection.ended is not None and not is_admitted:
                 raise RetryableConnectError(connection.ended)
             elif connection.ended is not None or self.clock() - heard > self.limits.timeout:
-                what = connection.ended or f"it said nothing for {self.limits.timeout:g} s"
+                what = connection.ended or f"it sent nothing for {self.limits.timeout:g} s"
                 raise ClusterError(f"{self._chief}, went away before all had joined: {what}.", PEER_LOST)
 
     def _handle(self, message: dict[str, Any]) -> None:

@@ -130,7 +130,7 @@ class ExitGuard:
         stream = sys.stderr
         if stream is not None:  # None under pythonw and in daemons.
             stop = "" if failure.sentence.endswith((".", "!", "?")) else "."
-            line = f"{failure.sentence}{stop} This process ends with code {failure.exit_code}. {failure.cure}"
+            line = f"{failure.sentence}{stop} This process ends with code {failure.exit_code}. {failure.fix}"
             stream.write(f"lockstep: {line.rstrip()}\n")
             stream.flush()
 

@@ -40,7 +40,7 @@ _LENGTH = struct.Struct(">I")
 HEADER_BYTES = _LENGTH.size
 _CHUNK = 2**18
 _KEEPALIVE_IDLE_SECONDS, _KEEPALIVE_INTERVAL_SECONDS, _KEEPALIVE_PROBES = 15, 5, 4
-MOST_WAIT_SECONDS = (2**31 - 1) / 1000  # of one wait of the operating system: 25 days
+MAX_WAIT_SECONDS = (2**31 - 1) / 1000  # of one wait of the operating system: 25 days
 
 
 class ProtocolError(Exception):
@@ -230,7 +230,7 @@ def limit_unacknowledged(connected: socket.socket, seconds: float) -> None:
     if sys.platform == "linux" and connected.family in (socket.AF_INET, socket.AF_INET6):
         with contextlib.suppress(OSError):  # Closed already.
             connected.setsockopt(
-                socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * min(seconds, MOST_WAIT_SECONDS))
+                socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * min(seconds, MAX_WAIT_SECONDS))
             )
 
 
@@ -313,7 +313,7 @@ class FramedSocket:
         if message is None and self.ended is None:
             with selectors.DefaultSelector() as selector:
                 selector.register(self, selectors.EVENT_READ | (selectors.EVENT_WRITE if self._unsent else 0))
-                selector.select(min(max(0.0, seconds), MOST_WAIT_SECONDS))
+                selector.select(min(max(0.0, seconds), MAX_WAIT_SECONDS))
             message = next(self.receive(), None)
         return message
 
@@ -464,7 +464,7 @@ class EventLoop:
 
     def _turn(self) -> None:
         due = self._later[0][0] - self._clock() if self._later else None
-        wait = None if due is None else min(max(0.0, due), MOST_WAIT_SECONDS)
+        wait = None if due is None else min(max(0.0, due), MAX_WAIT_SECONDS)
         for key, events in self._selector.select(wait):
             key.data(events)
         while self._work:

@@ -112,7 +112,7 @@ def notes_if_alone(
     found = "; ".join(f"{listed(names)} of {kind.source}" for kind, names in unused)
     return (
         f"trains alone, though variables of jobs of several processes are set: {found}. They do not say which processes "
-        f"train together. Fix, if there are others: {unused[0][0].cure}",
+        f"train together. Fix, if there are others: {unused[0][0].fix}",
     )
 
 

@@ -170,13 +170,13 @@ class EnvironmentResolver(ClusterResolver, ABC):
 
     source: ClassVar[str]  # The scheduler, for messages.
     variables: ClassVar[tuple[str, ...]]  # Names of the variables that are read.
-    cure: ClassVar[str]  # A sentence that says how to set a missing one.
+    fix: ClassVar[str]  # How to set a missing one, in a sentence that follows "Fix: ".
     # Variables that suggest a job of several processes even if is_present needs more, with a value that suggests none, if any.
-    telling: ClassVar[tuple[tuple[str, str | None], ...]] = ()
+    hint_variables: ClassVar[tuple[tuple[str, str | None], ...]] = ()
 
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
         check_environ(environ)
-        super().__init__(self._read(EnvReader(self.source, environ, self.cure)))
+        super().__init__(self._read(EnvReader(self.source, environ, self.fix)))
 
     @classmethod
     @abstractmethod
@@ -188,7 +188,7 @@ class EnvironmentResolver(ClusterResolver, ABC):
         """Return the variables that speak of other processes, for a process that trains alone as they do not suffice."""
         if cls.is_present(environ):
             return []
-        return [name for name, silent in cls.telling if environ.get(name, "").strip() not in ("", silent)]
+        return [name for name, silent in cls.hint_variables if environ.get(name, "").strip() not in ("", silent)]
 
     @abstractmethod
     def _read(self, variables: EnvReader) -> Membership:

@@ -37,11 +37,11 @@ class KubernetesClusterResolver(EnvironmentResolver):
         *("JOB_COMPLETION_INDEX", "JOB_COMPLETIONS", "JOB_NAME", "SERVICE_NAME"),
         *("JOBSET_NAME", "REPLICATED_JOB_NAME", "REPLICATED_JOB_REPLICAS", "JOB_INDEX"),
     )
-    telling = (
+    hint_variables = (
         *(("JOB_COMPLETIONS", "1"), ("REPLICATED_JOB_REPLICAS", "1")),
         *(("JOBSET_NAME", None), ("REPLICATED_JOB_NAME", None)),
     )
-    cure = "Set it under env: in the manifest of the Job or JobSet; docs/clusters.md shows how."
+    fix = "set it under env: in the manifest of the Job or JobSet; docs/clusters.md shows how."
 
     @classmethod
     def is_present(cls, environ: Mapping[str, str]) -> bool:
@@ -100,7 +100,7 @@ class LeaderWorkerSetClusterResolver(EnvironmentResolver):
 
     source = "LeaderWorkerSet"
     variables = ("LWS_LEADER_ADDRESS", "LWS_GROUP_SIZE", "LWS_WORKER_INDEX")
-    cure = "LeaderWorkerSet sets it in its pods: pass it on to this process, or update LeaderWorkerSet."
+    fix = "pass it on to this process from its pod, in which LeaderWorkerSet sets it, or update LeaderWorkerSet."
 
     @classmethod
     def is_present(cls, environ: Mapping[str, str]) -> bool:

@@ -44,8 +44,8 @@ class OpenMpiClusterResolver(EnvironmentResolver):
         *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
         *(_LAUNCHER, _DAEMON, _NAMESPACE, _HOST),
     )
-    telling = (("OMPI_COMM_WORLD_LOCAL_RANK", None), ("OMPI_COMM_WORLD_LOCAL_SIZE", "1"))
-    cure = "Start the script with mpirun, which sets it."
+    hint_variables = (("OMPI_COMM_WORLD_LOCAL_RANK", None), ("OMPI_COMM_WORLD_LOCAL_SIZE", "1"))
+    fix = "start the script with mpirun, which sets it."
 
     @classmethod
     def is_present(cls, environ: Mapping[str, str]) -> bool:
@@ -76,12 +76,12 @@ def _find_coordinator(variables: EnvReader, index: int, is_one_machine: bool) ->
     if host is None:
         raise ClusterError(
             f"{variables.source}: the workers are on several machines, and neither {_LAUNCHER} nor {_NAMESPACE} says which. "
-            f"Start them with mpirun -x {COORDINATOR}=HOST:{port}, with the host of worker 0."
+            f"Fix: start them with mpirun -x {COORDINATOR}=HOST:{port}, with the host of worker 0."
         )
     if index == 0 and not _is_at_launcher(environ, host):
         raise ClusterError(
             f"{variables.source}: the others look for worker 0 on {host}, where mpirun runs, but it runs on "
-            f"{environ.get(_HOST, 'another machine')}. Start mpirun on the machine of worker 0, or with "
+            f"{environ.get(_HOST, 'another machine')}. Fix: start mpirun on the machine of worker 0, or with "
             f"-x {COORDINATOR}=HOST:{port}."
         )
     return host, port

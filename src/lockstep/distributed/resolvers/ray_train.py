@@ -63,7 +63,7 @@ class RayTrain:
             return self._load("ray.train.collective").broadcast_from_rank_zero(own)
         except (ImportError, RuntimeError) as error:
             raise ClusterError(
-                f"Ray Train: worker 0 cannot tell the others its address: {error}. Ray Train V2 can; with another, set "
+                f"Ray Train: worker 0 cannot tell the others its address: {error}. Fix: use Ray Train V2; with another, set "
                 f"{COORDINATOR}=HOST:PORT in the environment of all workers."
             ) from error
 
@@ -90,7 +90,7 @@ class RayClusterResolver(EnvironmentResolver):
 
     source = "Ray Train"
     variables = (_JOB,)
-    cure = "Make the strategy in the function that the trainer runs."
+    fix = "make the strategy in the function that the trainer runs."
 
     def __init__(self, environ: Mapping[str, str] = os.environ, *, ray: RayTrain | None = None) -> None:
         self._ray = RayTrain() if ray is None else instance_of(RayTrain, "ray", ray, "a RayTrain")
@@ -104,7 +104,7 @@ class RayClusterResolver(EnvironmentResolver):
     def _read(self, variables: EnvReader) -> Membership:
         job, context = variables.text(_JOB, "the job of Ray"), self._ray.context()
         if context is None:
-            raise ClusterError(f"{self.source}: this is no worker of Ray Train. {self.cure}")
+            raise ClusterError(f"{self.source}: this is no worker of Ray Train. Fix: {self.fix}")
         workers, here = context.get_world_size(), context.get_local_world_size()
 
         def find() -> tuple[str, int]:

@@ -69,7 +69,7 @@ class SimpleClusterResolver(ClusterResolver):
 
 def _checked_counts(given: object) -> dict[str, int]:
     counts = named_arguments("num_accelerators", given)
-    return {kind: whole_number(f"num_accelerators: {kind}", count, least=0) for kind, count in counts.items()}
+    return {kind: whole_number(f"num_accelerators: {kind}", count, minimum=0) for kind, count in counts.items()}
 
 
 _ADDRESS = "JAX_COORDINATOR_ADDRESS"
@@ -95,8 +95,8 @@ class JaxClusterResolver(EnvironmentResolver):
 
     source = "JAX's variables"
     variables = (_ADDRESS, "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
-    telling = ((_ADDRESS, None),)
-    cure = "Set JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID for each process."
+    hint_variables = ((_ADDRESS, None),)
+    fix = "set JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID for each process."
 
     @classmethod
     def is_present(cls, environ: Mapping[str, str]) -> bool:

@@ -60,8 +60,13 @@ class SlurmClusterResolver(EnvironmentResolver):
         *("SLURM_JOB_ID", "SLURM_STEP_ID", _TASKS, _NODES, _PER_NODE, "SLURM_PROCID", "SLURM_NODEID", "SLURM_LOCALID"),
         *("SLURM_DISTRIBUTION", *(name for name, _ in _ALLOCATED)),
     )
-    telling = (("SLURM_PROCID", None), (_TASKS, "1"), ("SLURM_NODEID", None), *((name, "1") for name, _ in _ALLOCATED))
-    cure = "Start the script with srun, which sets the variables of its tasks."
+    hint_variables = (
+        ("SLURM_PROCID", None),
+        (_TASKS, "1"),
+        ("SLURM_NODEID", None),
+        *((name, "1") for name, _ in _ALLOCATED),
+    )
+    fix = "start the script with srun, which sets the variables of its tasks."
 
     @classmethod
     def is_present(cls, environ: Mapping[str, str]) -> bool:
@@ -82,7 +87,7 @@ def _single_process(variables: EnvReader) -> WorkerGroup:
     allocated = [f"{environ[name]} {what}" for name, what in _ALLOCATED if environ.get(name, "1") != "1"]
     note = (
         f"{variables.source}: the job has {' and '.join(allocated)}, but this process is none of its tasks, as srun did not start "
-        "it, and trains alone. Start the script with srun to train on all."
+        "it, and trains alone. Fix: start the script with srun to train on all."
     )
     coordinator = resolve_coordinator(environ, lambda: ("127.0.0.1", DEFAULT_PORT))
     return WorkerGroup(1, 0, coordinator, source=variables.source, notes=(note,) if allocated else ())
@@ -95,10 +100,10 @@ def _task_of_step(variables: EnvReader) -> WorkerGroup:
     if len(hosts) != len(tasks) or sum(tasks) != workers:
         raise ClusterError(
             f"{variables.source}: {_TASKS} is {workers}, but {_PER_NODE} has {sum(tasks)} tasks on {len(tasks)} nodes and "
-            f"{_NODES} has {len(hosts)} nodes: expected the same numbers. {variables.cure}"
+            f"{_NODES} has {len(hosts)} nodes: expected the same numbers. Fix: {variables.fix}"
         )
-    node = variables.integer("SLURM_NODEID", "the number of this node", most=len(hosts) - 1)
-    local = variables.integer("SLURM_LOCALID", "the number of this task on its node", most=tasks[node] - 1)
+    node = variables.integer("SLURM_NODEID", "the number of this node", maximum=len(hosts) - 1)
+    local = variables.integer("SLURM_LOCALID", "the number of this task on its node", maximum=tasks[node] - 1)
     coordinator = resolve_coordinator(variables.environ, lambda: _find_coordinator(variables, hosts, index, node))
     _, port = split_address("worker 0", coordinator)
     addresses = _addresses(variables, hosts, tasks, port, index, (node, local))
@@ -127,7 +132,7 @@ def _find_coordinator(variables: EnvReader, hosts: tuple[str, ...], index: int, 
     if index == 0 and node != 0:
         raise ClusterError(
             f"{variables.source}: task 0 runs on {hosts[node]}, but the others look for it on {hosts[0]}, the first node of "
-            f"the step. Distribute tasks by block or cyclic, or set LOCKSTEP_COORDINATOR={hosts[node]}:PORT for all."
+            f"the step. Fix: distribute tasks by block or cyclic, or set LOCKSTEP_COORDINATOR={hosts[node]}:PORT for all."
         )
     job = variables.integer("SLURM_JOB_ID", "the number of the job")
     step = variables.integer("SLURM_STEP_ID", "the number of the step") if "SLURM_STEP_ID" in variables.environ else 0

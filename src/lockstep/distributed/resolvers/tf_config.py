@@ -37,7 +37,7 @@ class TFConfigClusterResolver(EnvironmentResolver):
 
     source = "TF_CONFIG"
     variables = ("TF_CONFIG",)
-    cure = "Set it to JSON such as " + json.dumps(
+    fix = "set it to JSON such as " + json.dumps(
         {"cluster": {"worker": ["a:2222", "b:2222"]}, "task": {"type": "worker", "index": 0}}
     )
 
@@ -71,7 +71,7 @@ class TFConfigClusterResolver(EnvironmentResolver):
     def _read(self, variables: EnvReader) -> Membership:
         config = _parse(variables.text("TF_CONFIG", "the cluster and this process's task"))
         if "cluster" not in config:
-            raise ClusterError(f"TF_CONFIG: 'cluster' is missing; it has {list(config)}. {self.cure}")
+            raise ClusterError(f"TF_CONFIG: 'cluster' is missing; it has {list(config)}. Fix: {self.fix}")
         try:
             spec = ClusterSpec(config["cluster"])
         except ClusterError as error:
@@ -89,8 +89,8 @@ def _parse(text: str) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         around = text[max(0, error.pos - 20) : error.pos + 20]
         raise ClusterError(
-            f"TF_CONFIG is no JSON: {error.msg} at character {error.pos}, near {around!r}. JSON wants double quotes and no "
-            "comma after the last item; json.dumps of a dict writes it rightly."
+            f"TF_CONFIG is no JSON: {error.msg} at character {error.pos}, near {around!r}. Fix: write double quotes and no "
+            "comma after the last item, as json.dumps does for a dict."
         ) from None
     except (ValueError, RecursionError) as error:
         raise ClusterError(f"TF_CONFIG cannot be read as JSON: {error}.") from None

@@ -39,11 +39,11 @@ class TorchrunClusterResolver(EnvironmentResolver):
         *(*_PROCESS_VARIABLES, "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
         *("PET_NNODES", "PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT", "PET_NPROC_PER_NODE"),
     )
-    telling = (
+    hint_variables = (
         *(("RANK", None), ("WORLD_SIZE", "1"), ("MASTER_ADDR", None)),
         *(("PET_NODE_RANK", None), ("PET_MASTER_ADDR", None)),
     )
-    cure = "Start the script with torchrun, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each process."
+    fix = "start the script with torchrun, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each process."
 
     @classmethod
     def is_present(cls, environ: Mapping[str, str]) -> bool:
@@ -73,14 +73,14 @@ def _group_of_machine(variables: EnvReader) -> WorkerGroup:
     nodes = variables.text("PET_NNODES", "the number of machines")
     if ":" in nodes:
         raise ClusterError(
-            f"{variables.source}: PET_NNODES is {nodes!r}, a range that torchrun decides on: expected one number. Start the "
+            f"{variables.source}: PET_NNODES is {nodes!r}, a range that torchrun decides on: expected one number. Fix: start the "
             "script with torchrun, or fix the number of machines."
         )
     index, workers = variables.index_and_count("PET_NODE_RANK", "PET_NNODES", "machines")
     per_machine = variables.environ.get("PET_NPROC_PER_NODE", "1")
     note = (
         f"{variables.source}: PET_NPROC_PER_NODE is {per_machine}, but nothing has started more than this process here: it "
-        "uses all devices of its machine. Start the script with torchrun, or lockstep run, for one process a device."
+        "uses all devices of its machine. Fix: start the script with torchrun, or lockstep run, for one process a device."
     )
     notes = (note,) if per_machine.isdecimal() and int(per_machine) > 1 else ()
     coordinator = _find_coordinator(variables, "PET_MASTER_ADDR", "PET_MASTER_PORT", workers)
@@ -96,7 +96,7 @@ def _find_coordinator(variables: EnvReader, address: str, port: str, workers: in
     def find() -> tuple[str, int]:
         if workers == 1 and address not in variables.environ:
             return "127.0.0.1", DEFAULT_PORT
-        taken = variables.integer(port, "the port of PyTorch's store", least=1, most=65535)
+        taken = variables.integer(port, "the port of PyTorch's store", minimum=1, maximum=65535)
         own = port_of_job(taken)
         return variables.text(address, "the host of worker 0"), own + (own == taken)
 

@@ -38,7 +38,7 @@ class TpuPodClusterResolver(EnvironmentResolver):
 
     source = "the TPU pod"
     variables = (_WORKER, _HOSTS, _PROCESSES, _COORDINATOR, _SLICES, _SLICE)
-    cure = "Set it as GKE does, or call jax.distributed.initialize() before the strategy, which then uses the processes of JAX."
+    fix = "set it as GKE does, or call jax.distributed.initialize() before the strategy, which then uses the processes of JAX."
 
     @classmethod
     def is_present(cls, environ: Mapping[str, str]) -> bool:
@@ -56,7 +56,7 @@ class TpuPodClusterResolver(EnvironmentResolver):
         if not _hosts(variables.environ):
             variables.text(_HOSTS, "the hosts of the slice")
         hosts = _hosts(variables.environ)
-        here = variables.integer(_WORKER, f"the number of this one of {len(hosts)} hosts", most=len(hosts) - 1)
+        here = variables.integer(_WORKER, f"the number of this one of {len(hosts)} hosts", maximum=len(hosts) - 1)
         number, slices = (0, 1)
         if _is_sliced(variables.environ) and variables.environ.get(_SLICES, "").strip() != "1":
             number, slices = variables.index_and_count(_SLICE, _SLICES, "slices")

@@ -1,12 +1,12 @@
 """Choice of the axes along which variables are sharded, from the traced forward pass instead of names or kinds of layers.
 
-Axes that the program uses together are one logical axis (``logical_axes.py``): the hidden units between two products, the heads of
-an attention, a vocabulary, experts, channels. Sharding one shards an axis of each variable in it, and needs certain collectives.
-Those are chosen that move the fewest bytes for each byte of variables and would not shard an array twice. Where two products follow each
-other this gives Megatron's layout (Shoeybi et al., 2019): the first is sharded by columns, the second by rows, and one all-reduce follows
-the second.
+Axes that the program uses together are one logical axis (``logical_axes.py``): the hidden units between two matrix multiplications, the
+heads of an attention, a vocabulary, experts, channels. Sharding one shards an axis of each variable in it, and needs certain collectives.
+Those are chosen that move the fewest bytes for each byte of variables and would not shard an array twice. If two matrix multiplications
+follow each other, this gives Megatron's layout (Shoeybi et al., 2019): the first is sharded by columns, the second by rows, and one
+all-reduce follows the second.
 
-A large variable stays whole if its collectives would move more than ``MOST_MOVED`` times its bytes in a forward pass, or would gather the
+A large variable stays whole if its collectives would move more than ``MAX_MOVED`` times its bytes in a forward pass, or would gather the
 variable itself, which saves no arithmetic.
 """
 
@@ -21,7 +21,7 @@ from lockstep.data.device_placement import SHARD_FROM, is_large
 from lockstep.execution.model_parallel.axis_rules import read_program
 from lockstep.execution.model_parallel.logical_axes import ArrayNode, AxisCollective, AxisKey, LogicalAxes
 
-MOST_MOVED = 16  # bytes that the collectives of a forward pass may move for each byte of the variables that they shard
+MAX_MOVED = 16  # bytes that the collectives of a forward pass may move for each byte of the variables that they shard
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class AxisChoice:
 
 
 def choose_axes(
-    program: ClosedJaxpr, variables: Sequence[tuple[str, Any]], row_axes: Sequence[int | None], ways: int
+    program: ClosedJaxpr, variables: Sequence[tuple[str, Any]], row_axes: Sequence[int | None], num_shards: int
 ) -> list[AxisChoice]:
     """Return for each variable the axis along which it is sharded.
 
@@ -48,18 +48,18 @@ def choose_axes(
         program: the forward pass. Its inputs are the variables, then the arrays of the batch. What it returns may stay sharded.
         variables: path and value (or shape and dtype) of each variable.
         row_axes: the axis of the rows of each array of the batch; None: it has no rows.
-        ways: number of devices of the mesh axis.
+        num_shards: number of devices of the mesh axis.
     """
-    if ways == 1:
+    if num_shards == 1:
         return [AxisChoice(None, "there is one device") for _ in variables]
-    search = _AxisSearch(read_program(program, ways), len(variables), row_axes)
+    search = _AxisSearch(read_program(program, num_shards), len(variables), row_axes)
     paths = {array.number: path for array, (path, _) in zip(search.variables, variables, strict=True)}
     chosen = search.best()
     found = {number: one for one in chosen for number in one.axes}
     return [
         _sharded(array, found[array.number], search, paths)
         if array.number in found
-        else _why_whole(array, search, chosen, paths, ways)
+        else _why_whole(array, search, chosen, paths, num_shards)
         for array in search.variables
     ]
 
@@ -96,7 +96,7 @@ class _Candidate:
 
     @property
     def is_expensive(self) -> bool:
-        return self.moved_for_each_byte > MOST_MOVED
+        return self.moved_for_each_byte > MAX_MOVED
 
 
 class _AxisSearch:
@@ -247,16 +247,16 @@ def _columns_and_rows(one: _Candidate, search: _AxisSearch) -> str:
 
 
 def _why_whole(
-    array: ArrayNode, search: _AxisSearch, chosen: Sequence[_Candidate], paths: dict[int, str], ways: int
+    array: ArrayNode, search: _AxisSearch, chosen: Sequence[_Candidate], paths: dict[int, str], num_shards: int
 ) -> AxisChoice:
     if array.number not in search.large:
         return AxisChoice(None, f"fewer than {SHARD_FROM:,} numbers")
     fitting = [axis for axis, length in enumerate(array.shape) if search.axes.is_divisible(length)]
     if not fitting:
-        return AxisChoice(None, f"no axis that {ways} divides: {array.shape}")
+        return AxisChoice(None, f"no axis that {num_shards} divides: {array.shape}")
     reasons = [f"axis {axis} ({array.shape[axis]}) {_why_not(array, axis, search, chosen, paths)}" for axis in fitting]
     odd = dict.fromkeys(length for length in array.shape if length > 1 and not search.axes.is_divisible(length))
-    reasons += [f"{ways} does not divide {', '.join(map(str, odd))}"] if odd else []
+    reasons += [f"{num_shards} does not divide {', '.join(map(str, odd))}"] if odd else []
     return AxisChoice(None, "; ".join(reasons))
 
 
@@ -274,5 +274,5 @@ def _why_not(
             first = next(iter(one.large))
             return f"would shard an array a second time, besides axis {one.axes[first]} of {paths[first]!r}"
     if costs:
-        return f"would move {min(costs):.0f} times the bytes of its variables, more than {MOST_MOVED}"
+        return f"would move {min(costs):.0f} times the bytes of its variables, more than {MAX_MOVED}"
     return "is shared with a variable that is sharded alone"

@@ -369,15 +369,15 @@ RULES: dict[str, Callable[[EquationLinks], None]] = {
 }
 
 
-def read_program(program: ClosedJaxpr, ways: int) -> LogicalAxes:
+def read_program(program: ClosedJaxpr, num_shards: int) -> LogicalAxes:
     """Return the logical axes of a program.
 
     Args:
         program: the traced program.
-        ways: number of shards.
+        num_shards: number of shards.
     """
-    axes = LogicalAxes(ways)
-    axes.inputs = [axes.new(atom.aval) for atom in program.jaxpr.invars]
+    axes = LogicalAxes(num_shards)
+    axes.inputs = [axes.new_array(atom.aval) for atom in program.jaxpr.invars]
     axes.results = [array for array in _ProgramReader(axes).closed(program, axes.inputs) if array is not None]
     return axes
 
@@ -391,7 +391,7 @@ class _ProgramReader:
     def closed(self, closed: ClosedJaxpr | Jaxpr, given: Sequence[ArrayNode | None]) -> list[ArrayNode | None]:
         """Read a jaxpr on these inputs and return its results; None stands for a literal."""
         jaxpr = closed.jaxpr if isinstance(closed, ClosedJaxpr) else closed
-        known: dict[Any, ArrayNode | None] = {atom: self._axes.new(atom.aval) for atom in jaxpr.constvars}
+        known: dict[Any, ArrayNode | None] = {atom: self._axes.new_array(atom.aval) for atom in jaxpr.constvars}
         known.update(zip(jaxpr.invars, given, strict=True))
 
         def read(atom: Any) -> ArrayNode | None:
@@ -409,7 +409,7 @@ class _ProgramReader:
         if name in _CALLS:
             body = next(equation.params[key] for key in ("call_jaxpr", "fun_jaxpr", "jaxpr") if key in equation.params)
             return self.closed(body, operands)
-        results = [self._axes.new(atom.aval) for atom in equation.outvars]
+        results = [self._axes.new_array(atom.aval) for atom in equation.outvars]
         if name in _BODIES:
             _BODIES[name](self, equation.params, operands, results)
         else:
@@ -420,7 +420,7 @@ class _ProgramReader:
         """Read a loop along the first axis of its last operands."""
         constants, carried = params["num_consts"], params["num_carry"]
         before, slices = operands[constants : constants + carried], operands[constants + carried :]
-        own = [self._axes.new(atom.aval) for atom in params["jaxpr"].jaxpr.invars[constants:]]
+        own = [self._axes.new_array(atom.aval) for atom in params["jaxpr"].jaxpr.invars[constants:]]
         for array, carry in zip(before, own, strict=False):
             self._link_all(array, carry)
         for array, entry in zip(slices, own[carried:], strict=True):
@@ -439,7 +439,7 @@ class _ProgramReader:
         """Read a loop of unknown length as one repetition."""
         of_condition, of_body = params["cond_nconsts"], params["body_nconsts"]
         begin = of_condition + of_body
-        own = [self._axes.new(atom.aval) for atom in params["body_jaxpr"].jaxpr.invars[of_body:]]
+        own = [self._axes.new_array(atom.aval) for atom in params["body_jaxpr"].jaxpr.invars[of_body:]]
         for array, carry in zip(operands[begin:], own, strict=True):
             self._link_all(array, carry)
         self.closed(params["cond_jaxpr"], [*operands[:of_condition], *own])

@@ -118,6 +118,9 @@ class _UnionFind:
 class LogicalAxes:
     """The logical axes of a program, as its reader records them.
 
+    Args:
+        num_shards: number of shards; axes that it does not divide are in no logical axis.
+
     Attributes:
         inputs: the arrays that the program is given.
         results: the arrays that it returns.
@@ -125,24 +128,19 @@ class LogicalAxes:
         repeats: how often it runs in a forward pass.
     """
 
-    def __init__(self, ways: int) -> None:
-        """Start with no arrays.
-
-        Args:
-            ways: number of shards; axes that it does not divide are in no logical axis.
-        """
+    def __init__(self, num_shards: int) -> None:
         self.inputs: list[ArrayNode] = []
         self.results: list[ArrayNode] = []
         self.calls: tuple[JaxprEqn, ...] = ()
         self.repeats = 1
-        self._ways = ways
+        self._num_shards = num_shards
         self._arrays = 0
         self._joined = _UnionFind()
         self._views = _UnionFind()
         self._flows: set[AxisKey] = set()  # axes that a result of an operation other than a view continues
         self._collectives: defaultdict[AxisKey, dict[tuple[str, int], AxisCollective]] = defaultdict(dict)
 
-    def new(self, aval: Any) -> ArrayNode:
+    def new_array(self, aval: Any) -> ArrayNode:
         """Return a new array of the shape and dtype of an abstract value."""
         shape = tuple(getattr(aval, "shape", ()))  # a token has none
         self._arrays += 1
@@ -151,7 +149,7 @@ class LogicalAxes:
 
     def is_divisible(self, size: int) -> bool:
         """Return whether an axis of this length can be sharded."""
-        return size > 0 and size % self._ways == 0
+        return size > 0 and size % self._num_shards == 0
 
     def group(self, array: ArrayNode, axis: int) -> AxisKey:
         """Return the key of the logical axis that an axis belongs to."""
@@ -194,24 +192,26 @@ class LogicalAxes:
 
     # --- what the rules record ----------------------------------------------------------------------------------------
 
-    def link(self, one: ArrayNode | None, axis: int, other: ArrayNode | None, its: int, is_view: bool = False) -> None:
+    def link(
+        self, one: ArrayNode | None, axis: int, other: ArrayNode | None, other_axis: int, is_view: bool = False
+    ) -> None:
         """Link an axis of an operand with one of a result, or gather the operand if they cannot be sharded together."""
         if one is None or other is None or not self.is_divisible(one.shape[axis]):
             return
-        key, target = (one.number, axis), (other.number, its)
-        if not self.is_divisible(other.shape[its]) or not self._joined.join(key, target):
+        key, target = (one.number, axis), (other.number, other_axis)
+        if not self.is_divisible(other.shape[other_axis]) or not self._joined.join(key, target):
             self.need("all-gather", one, axis, one)
         elif is_view:
             self._views.join(key, target)
         else:
             self._flows.add(key)
 
-    def link_operands(self, one: ArrayNode | None, axis: int, other: ArrayNode | None, its: int) -> None:
+    def link_operands(self, one: ArrayNode | None, axis: int, other: ArrayNode | None, other_axis: int) -> None:
         """Link axes of two operands that an operation sums over together."""
         if one is None or other is None or not self.is_divisible(one.shape[axis]):
             return
-        if not self._joined.join((one.number, axis), (other.number, its)):
-            self.need("all-gather", other, its, other)
+        if not self._joined.join((one.number, axis), (other.number, other_axis)):
+            self.need("all-gather", other, other_axis, other)
 
     def need(self, kind: str, one: ArrayNode | None, axis: int, whole: ArrayNode) -> None:
         """Record that a collective makes an array whole if an axis of another one, or of its own, is sharded."""

@@ -440,7 +440,7 @@ class ModelShardings:
     def _choose(self, x: Any) -> dict[int, AxisChoice]:
         """Trace the forward pass and return how each variable is sharded along the second axis of the mesh."""
         model = self._model
-        _, ways = self._options.axes.sizes.values()
+        _, num_shards = self._options.axes.sizes.values()
         variables = [*model.trainable_variables, *model.non_trainable_variables]
         shapes = [jax.ShapeDtypeStruct(one.shape, one.dtype) for one in variables]
         count = len(model.trainable_variables)
@@ -459,7 +459,7 @@ class ModelShardings:
             return {}
         row_axes = [0 if leaf.ndim else None for leaf in jax.tree.leaves(inputs)]
         named = [(one.path, shape) for one, shape in zip(variables, shapes, strict=True)]
-        choices = choose_axes(program, named, row_axes, ways)
+        choices = choose_axes(program, named, row_axes, num_shards)
         return {id(variable): choice for variable, choice in zip(variables, choices, strict=True)}
 
     def _axes_of_slot(self, slot: keras.Variable, own: dict[str, keras.Variable]) -> Axes:

@@ -23,7 +23,7 @@ from lockstep.execution.rowwise.row_axes import (
 )
 
 
-def uniform_dependence(pair: EquationPair) -> RowDependence:
+def _uniform_dependence(pair: EquationPair) -> RowDependence:
     """Return the dependence of an array whose entries are equal, or random, along the axis whose length depends on the rows."""
     one, other = pair.result_shapes()
     changing = [axis for axis, lengths in enumerate(zip(one, other, strict=True)) if len(set(lengths)) > 1]
@@ -38,7 +38,7 @@ def uniform_dependence(pair: EquationPair) -> RowDependence:
     return RowAxis(axis, 1, count, uniform=True)
 
 
-def concatenation(pair: EquationPair, inputs: RowDependences) -> RowDependences:
+def _concatenation(pair: EquationPair, inputs: RowDependences) -> RowDependences:
     """Concatenated batches are an axis with a larger ``outer``; anything else between them mixes rows."""
     dimension = pair.param("dimension")
     along = [dep for dep in inputs if isinstance(dep, RowAxis)]
@@ -55,13 +55,13 @@ def concatenation(pair: EquationPair, inputs: RowDependences) -> RowDependences:
     return [RowAxis(dimension, outer, unit)]
 
 
-def stack(pair: EquationPair, inputs: RowDependences) -> RowDependences:
+def _stack(pair: EquationPair, inputs: RowDependences) -> RowDependences:
     """Add an axis before, between or after the others."""
     dep, axis = common_dependence(inputs, "stack"), pair.param("axis")
     return [replace(dep, axis=dep.axis + (axis <= dep.axis)) if isinstance(dep, RowAxis) else dep]
 
 
-def slice(pair: EquationPair, inputs: RowDependences) -> RowDependences:
+def _slice(pair: EquationPair, inputs: RowDependences) -> RowDependences:
     """Allow slices of whole batches, or of one of several entries of each row."""
     (dep,) = inputs
     if not isinstance(dep, RowAxis):
@@ -84,8 +84,8 @@ def slice(pair: EquationPair, inputs: RowDependences) -> RowDependences:
     return [replace(dep, outer=count)]
 
 
-def split(pair: EquationPair, inputs: RowDependences) -> RowDependences:
-    """Allow the same as :func:`slice`, for each part."""
+def _split(pair: EquationPair, inputs: RowDependences) -> RowDependences:
+    """Allow the same as :func:`_slice`, for each part."""
     (dep,) = inputs
     if not isinstance(dep, RowAxis) or dep.axis != pair.param("axis"):
         return [dep] * pair.num_results
@@ -93,7 +93,7 @@ def split(pair: EquationPair, inputs: RowDependences) -> RowDependences:
     return [replace(dep, outer=pair.blocks(size, dep.inner)) for size in sizes]
 
 
-def padding(pair: EquationPair, inputs: RowDependences) -> RowDependences:
+def _padding(pair: EquationPair, inputs: RowDependences) -> RowDependences:
     """Allow padding of other axes than that of the rows."""
     dep, value = inputs
     if value is not None:
@@ -103,7 +103,7 @@ def padding(pair: EquationPair, inputs: RowDependences) -> RowDependences:
     return [dep]
 
 
-def dynamic_slice(pair: EquationPair, inputs: RowDependences) -> RowDependences:
+def _dynamic_slice(pair: EquationPair, inputs: RowDependences) -> RowDependences:
     """Allow starts that do not depend on the batch, and only the whole axis of rows."""
     dep, starts = inputs[0], inputs[1:]
     if any(start is not None for start in starts):
@@ -115,7 +115,7 @@ def dynamic_slice(pair: EquationPair, inputs: RowDependences) -> RowDependences:
     return [dep]
 
 
-def dynamic_update(pair: EquationPair, inputs: RowDependences) -> RowDependences:
+def _dynamic_update(pair: EquationPair, inputs: RowDependences) -> RowDependences:
     """Allow updates with the same axis of rows as the operand."""
     dep, update, starts = inputs[0], inputs[1], inputs[2:]
     if any(start is not None for start in starts):
@@ -128,7 +128,7 @@ def dynamic_update(pair: EquationPair, inputs: RowDependences) -> RowDependences
     return [found]
 
 
-def gather(pair: EquationPair, inputs: RowDependences) -> RowDependences:
+def _gather(pair: EquationPair, inputs: RowDependences) -> RowDependences:
     """Allow indices by rows, an operand by rows, or both paired row by row."""
     operand, indices = inputs
     numbers = pair.param("dimension_numbers")
@@ -157,7 +157,7 @@ def gather(pair: EquationPair, inputs: RowDependences) -> RowDependences:
     return [common_dependence(found, "gather")]
 
 
-def scatter(pair: EquationPair, inputs: RowDependences) -> RowDependences:
+def _scatter(pair: EquationPair, inputs: RowDependences) -> RowDependences:
     """Allow writes within each row."""
     operand, indices, updates = inputs
     numbers = pair.param("dimension_numbers")
@@ -181,11 +181,11 @@ def scatter(pair: EquationPair, inputs: RowDependences) -> RowDependences:
     return [replace(operand, uniform=False)]
 
 
-def tile(pair: EquationPair, inputs: RowDependences) -> RowDependences:
+def _tile(pair: EquationPair, inputs: RowDependences) -> RowDependences:
     """Repeat a value; along the axis of rows this multiplies ``outer``."""
     (dep,) = inputs
     if dep is None:
-        new = uniform_dependence(pair)
+        new = _uniform_dependence(pair)
         if isinstance(new, RowAxis):
             length = pair.shapes(0)[0][new.axis]
             new = RowAxis(new.axis, new.inner // length, length, uniform=length == 1)
@@ -196,7 +196,7 @@ def tile(pair: EquationPair, inputs: RowDependences) -> RowDependences:
     return [dep]
 
 
-def unstack(pair: EquationPair, inputs: RowDependences) -> RowDependences:
+def _unstack(pair: EquationPair, inputs: RowDependences) -> RowDependences:
     """Allow unstacking of other axes than that of the rows."""
     (dep,) = inputs
     axis = pair.param("axis")
@@ -282,11 +282,11 @@ def _broadcast(pair: EquationPair, inputs: RowDependences) -> RowDependences:
     dep, dimensions = inputs[0], pair.param("broadcast_dimensions")
     if isinstance(dep, RowAxis):
         return [replace(dep, axis=dimensions[dep.axis])]
-    return [dep if dep is not None else uniform_dependence(pair)]
+    return [dep if dep is not None else _uniform_dependence(pair)]
 
 
 def _iota(pair: EquationPair, inputs: RowDependences) -> RowDependences:
-    dep = uniform_dependence(pair)
+    dep = _uniform_dependence(pair)
     if isinstance(dep, RowAxis) and dep.axis == pair.param("dimension"):
         raise MixedRowsError("iota counts the rows")
     return [dep]
@@ -296,7 +296,7 @@ def _random_values(pair: EquationPair, inputs: RowDependences) -> RowDependences
     dep = inputs[0]
     if isinstance(dep, RowAxis):  # a key for each row
         return [replace(dep, uniform=True)] * pair.num_results
-    return [uniform_dependence(pair)]
+    return [_uniform_dependence(pair)]
 
 
 def _dot_general(pair: EquationPair, inputs: RowDependences) -> RowDependences:
@@ -418,30 +418,30 @@ RULES: dict[str, Callable[[EquationPair, RowDependences], RowDependences]] = {
     **dict.fromkeys(("random_seed", "random_wrap", "random_unwrap", "random_fold_in", "random_clone"), _entrywise),
     **dict.fromkeys(DRAWS, _random_values),
     **dict.fromkeys(("reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min"), _reduce_window),
-    **dict.fromkeys(("scatter", "scatter-add", "scatter_add", "scatter-mul", "scatter-min", "scatter-max"), scatter),
+    **dict.fromkeys(("scatter", "scatter-add", "scatter_add", "scatter-mul", "scatter-min", "scatter-max"), _scatter),
     **dict.fromkeys(
         ("cholesky", "qr", "svd", "eigh", "eig", "lu", "triangular_solve", "householder_product"), _batched_matrices(2)
     ),
     "broadcast_in_dim": _broadcast,
-    "concatenate": concatenation,
+    "concatenate": _concatenation,
     "conv_general_dilated": _convolution,
     "debug_callback": _no_results,
     "dot_general": _dot_general,
-    "dynamic_slice": dynamic_slice,
-    "dynamic_update_slice": dynamic_update,
+    "dynamic_slice": _dynamic_slice,
+    "dynamic_update_slice": _dynamic_update,
     "fft": _fft,
-    "gather": gather,
+    "gather": _gather,
     "iota": _iota,
-    "pad": padding,
+    "pad": _padding,
     "reshape": _reshape,
     "rev": _reverse,
-    "slice": slice,
-    "split": split,
+    "slice": _slice,
+    "split": _split,
     "squeeze": _squeeze,
-    "stack": stack,
-    "tile": tile,
+    "stack": _stack,
+    "tile": _tile,
     "transpose": _transpose,
-    "unstack": unstack,
+    "unstack": _unstack,
 }
 
 

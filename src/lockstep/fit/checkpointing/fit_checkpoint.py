@@ -55,7 +55,7 @@ class TrainPosition(NamedTuple):
 
 @dataclass(frozen=True)
 class ResumedRun:
-    """The checkpoint of an earlier run, and the epochs to train now; without a checkpoint, the begin of a new run.
+    """The checkpoint of an earlier run, and the epochs to train now; without a checkpoint, the beginning of a new run.
 
     Args:
         position: of the checkpoint.

@@ -25,7 +25,7 @@ from lockstep._errors import OptionError, instance_of, whole_number
 from lockstep.distributed.cluster.env_reader import restarts_of
 from lockstep.fit.monitoring.step_timer import Attachment, MonitorCallback, StepTimer, numbers_of
 
-_LARGEST_PORT = 65_535
+_MAX_PORT = 65_535
 _CLOSING_SECONDS = 5.0  # that the end of fit waits for the thread of the server
 
 
@@ -54,7 +54,7 @@ class PrometheusExporter(MonitorCallback):
 
     def __init__(self, port: int = 9464, host: str = "127.0.0.1") -> None:
         super().__init__()
-        self._wanted = whole_number("PrometheusExporter: port", port, least=0, most=_LARGEST_PORT)
+        self._wanted = whole_number("PrometheusExporter: port", port, minimum=0, maximum=_MAX_PORT)
         self._host = instance_of(str, "PrometheusExporter: host", host, "a name or an address")
         self._server: Any = None
         self._thread: threading.Thread | None = None
@@ -159,8 +159,8 @@ class _Collector:
 _URL, _CA, _TOKEN = (f"KUBEFLOW_TRAINER_SERVER_{name}" for name in ("URL", "CA_CERT", "TOKEN"))
 _INTERVAL = 5.0  # seconds between updates, as Kubeflow asks for
 _LIMIT = 5.0  # seconds of an update
-_LONGEST_WAIT = 2 * _LIMIT  # seconds that the end of fit waits for the last update
-_MOST_METRICS, _LONGEST_TEXT, _LARGEST = 256, 64, 2**31 - 1  # limits of the TrainJob's schema
+_MAX_WAIT_SECONDS = 2 * _LIMIT  # seconds that the end of fit waits for the last update
+_MAX_METRICS, _MAX_TEXT, _MAX_SECONDS = 256, 64, 2**31 - 1  # limits of the TrainJob's schema
 
 
 class KubeflowProgress(MonitorCallback):
@@ -292,7 +292,7 @@ class _Updates:
         """Send a last update, and end."""
         self._has_ended.set()
         if self._thread is not None:
-            self._thread.join(_LONGEST_WAIT)
+            self._thread.join(_MAX_WAIT_SECONDS)
 
     def _run(self) -> None:
         has_ended = False
@@ -325,8 +325,8 @@ def metrics_of(logs: Mapping[str, Any]) -> list[dict[str, str]]:
         [{'name': 'loss', 'value': '0.25'}]
     """
     numbers = ((name, float(value)) for name, value in logs.items() if name and isinstance(value, Real))
-    pairs = ((name[:_LONGEST_TEXT], f"{value:.6g}") for name, value in numbers)
-    return [{"name": name, "value": value} for name, value in pairs][:_MOST_METRICS]
+    pairs = ((name[:_MAX_TEXT], f"{value:.6g}") for name, value in numbers)
+    return [{"name": name, "value": value} for name, value in pairs][:_MAX_METRICS]
 
 
 def estimate_of(timer: StepTimer) -> dict[str, int]:
@@ -338,5 +338,5 @@ def estimate_of(timer: StepTimer) -> dict[str, int]:
     done = min(steps, progress.epoch * progress.steps + progress.done)
     found = {"progressPercentage": 100 * done // steps}
     if recent.steps:
-        found["estimatedRemainingSeconds"] = min(_LARGEST, round((steps - done) * recent.seconds / recent.steps))
+        found["estimatedRemainingSeconds"] = min(_MAX_SECONDS, round((steps - done) * recent.seconds / recent.steps))
     return found

@@ -39,7 +39,7 @@ from lockstep.fit.monitoring.step_timer import (
 from lockstep.fit.monitoring.tensorboard import TensorBoard
 
 _INTERVAL, _WINDOW = 1.0, 10  # seconds from write to write; and number of samples for shares of the time
-_LONGEST_WAIT = 5.0  # seconds that the end of fit waits for a write that hangs
+_MAX_WAIT_SECONDS = 5.0  # seconds that the end of fit waits for a write that hangs
 
 Sample = tuple[
     float, Mapping[int, Mapping[str, float]]
@@ -85,7 +85,7 @@ class StatusWriter:
         if self._thread is None:  # Training has never begun, and the folder may belong to another job.
             return
         self._has_ended.set()
-        self._thread.join(_LONGEST_WAIT)
+        self._thread.join(_MAX_WAIT_SECONDS)
         if self._thread.is_alive():
             return
         state = "ended" if error is None else "failed" if isinstance(error, Exception) else "stopped"

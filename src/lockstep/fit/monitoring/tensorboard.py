@@ -269,7 +269,7 @@ class TensorBoard(MonitorCallback):
     ) -> None:
         super().__init__()
         self.log_dir = file_path("TensorBoard: log_dir", log_dir)
-        self.histogram_freq = whole_number("TensorBoard: histogram_freq", histogram_freq, least=0)
+        self.histogram_freq = whole_number("TensorBoard: histogram_freq", histogram_freq, minimum=0)
         self.write_graph = flag("TensorBoard: write_graph", write_graph)
         self.write_steps_per_second = flag("TensorBoard: write_steps_per_second", write_steps_per_second)
         self.update_freq = _frequency(update_freq)
@@ -534,7 +534,7 @@ def _profiled_steps(value: int | tuple[int, int]) -> tuple[int, int] | None:
     pair = value if isinstance(value, (tuple, list)) else (value, value)
     if len(pair) != 2:
         raise OptionError(f"TensorBoard: profile_batch: expected a step or a pair of them, got {shown(value)}.")
-    first, last = (whole_number("TensorBoard: profile_batch", one, least=0) for one in pair)
+    first, last = (whole_number("TensorBoard: profile_batch", one, minimum=0) for one in pair)
     if first == last == 0:
         return None
     if not 0 < first <= last:

@@ -65,13 +65,13 @@ class NanGuard(keras.callbacks.Callback):
 
     def __init__(self, action: str = "stop", *, max_in_a_row: int = 10, max_rollbacks: int = 3) -> None:
         super().__init__()
-        self.asked = NanGuardOptions(
+        self.options = NanGuardOptions(
             one_of(ACTIONS, "NanGuard: action", action),
             whole_number("NanGuard: max_in_a_row", max_in_a_row),
             whole_number("NanGuard: max_rollbacks", max_rollbacks),
         )
         self.skipped = self.rollbacks = 0
-        self.watch: Any = None  # the StepGuard, during a call of fit
+        self.step_guard: Any = None  # the StepGuard, during a call of fit
 
     def on_train_begin(self, logs: Any = None) -> None:
         """See Keras.
@@ -79,25 +79,25 @@ class NanGuard(keras.callbacks.Callback):
         Raises:
             ScopeError: the model does not belong to a strategy.
         """
-        if self.watch is None:
+        if self.step_guard is None:
             raise outside_of_strategy(self)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """See Keras."""
-        self.watch.epoch = epoch
+        self.step_guard.epoch = epoch
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         """See Keras."""
-        self.watch.batch = batch
+        self.step_guard.batch = batch
 
     def on_test_begin(self, logs: Any = None) -> None:
         """Check the last step before a validation."""
-        if self.watch:
-            self.watch.settle()
+        if self.step_guard:
+            self.step_guard.settle()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Check the last step of the epoch."""
-        self.watch.settle()
+        self.step_guard.settle()
 
 
 class NanGuardHook:
@@ -115,17 +115,17 @@ class NanGuardHook:
 
 @contextmanager
 def _guarded(guard: NanGuard, context: FitContext) -> Iterator[None]:
-    if guard.asked.action == "rollback" and context.checkpoint is None:
+    if guard.options.action == "rollback" and context.checkpoint is None:
         raise OptionError(
             'NanGuard("rollback") goes back to the newest checkpoint of a lockstep.callbacks.BackupAndRestore, and there is none among the '
-            "callbacks of fit. Add one, or take another action."
+            "callbacks of fit. Fix: add one, or take another action."
         )
-    guard.watch = StepGuard(guard, context.functions, lambda: _newest_checkpoint(context), context.log)
+    guard.step_guard = StepGuard(guard, context.functions, lambda: _newest_checkpoint(context), context.log)
     try:
-        with context.functions.hooked(guard.watch):
+        with context.functions.hooked(guard.step_guard):
             yield
     finally:
-        guard.watch = None
+        guard.step_guard = None
 
 
 def _newest_checkpoint(context: FitContext) -> tuple[int, list[list[Any]]] | None:
@@ -210,9 +210,9 @@ class StepGuard(StepHook):
 
     def allows_checkpoint(self) -> bool:
         """See :class:`StepHook`: no checkpoint counts a step that will end the training, or be rolled back."""
-        if self.guard.asked.action == "stop":
+        if self.guard.options.action == "stop":
             self.settle()
-        return self.guard.asked.action != "rollback" or self._pending is None or not self._pending.bad()
+        return self.guard.options.action != "rollback" or self._pending is None or not self._pending.bad()
 
     def _check_pending(self, state: Any) -> Any:
         """Return the state to continue from if the pending step was not finite, else None; ``state`` is then the state before that step."""
@@ -226,7 +226,7 @@ class StepGuard(StepHook):
         return self._act(before, bad, state)
 
     def _act(self, step: _PendingStep, bad: list[Any], state: Any) -> Any:
-        options, model = self.guard.asked, self.functions.model
+        options, model = self.guard.options, self.functions.model
         cause = self._diagnosis(step, state)
         text = f"epoch {step.epoch + 1}, step {step.number + 1}: {describe_nonfinite(model, bad)} {cause.sentence}"
         found = self.rollback() if options.action == "rollback" else None
@@ -254,7 +254,7 @@ class StepGuard(StepHook):
         return diagnose(self.functions, tuple(list(part) for part in state), step.batch)
 
     def _reason_to_stop(self, has_checkpoint: bool) -> str | None:
-        options = self.guard.asked
+        options = self.guard.options
         if options.action == "stop":
             return 'To continue without such steps, use NanGuard("skip") or NanGuard("rollback").'
         if self._in_a_row >= options.max_in_a_row:
