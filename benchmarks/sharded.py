@@ -33,7 +33,7 @@ from results_file import write
 
 import lockstep
 from lockstep._keras import trainer
-from lockstep.data.device_placement import DEVICE_AXIS, Placement
+from lockstep.devices.placement import DEVICE_AXIS, Placement
 from lockstep.tools.plan.hlo import collectives
 from tests.accelerators.steps import devices
 from tests.support.described import described

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lockstep.collectives.tree import branches, tree_sum
-from lockstep.data.device_placement import DEVICE_AXIS, Placement
 from lockstep.devices.batch_split import Layout
+from lockstep.devices.placement import DEVICE_AXIS, Placement
 from lockstep.execution.isolated_replicas import TreeAdder, reduction_schedule, replica_rounds
 from lockstep.execution.spmd import PerDevice
 

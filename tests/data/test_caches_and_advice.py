@@ -17,10 +17,10 @@ import pytest
 import lockstep
 from lockstep.data import prefetch
 from lockstep.data.cache import FileBatchStore
-from lockstep.data.device_placement import DEVICE_AXIS, Placement
 from lockstep.data.pass_iterator import PassIterator
 from lockstep.data.prefetch import WaitMeter
 from lockstep.data.sources import make_source
+from lockstep.devices.placement import DEVICE_AXIS, Placement
 from tests.laws.compare import Topology
 from tests.support.waiting import DEADLINE, wait_until
 

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from lockstep.data.device_placement import placement_on
+from lockstep.devices.placement import placement_on
 from lockstep.distributed.process_group import _DriftCheck
 
 KERNEL, BIAS = np.arange(12, dtype=np.float32).reshape(3, 4), np.asarray([True, False])

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from keras import layers
 
-from lockstep.data.device_placement import Placement
+from lockstep.devices.placement import Placement
 from lockstep.execution.replica import ReplicaResult, StateMerge, join_halves, run_replicas
 from lockstep.tools.plan.hlo import collectives
 from tests.execution.test_uneven_batches import DEVICES, compiled_step, language_model, strategy

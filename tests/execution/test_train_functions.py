@@ -109,7 +109,7 @@ def test_joined_steps_have_the_numbers_of_plain_keras(joining, devices):
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"shard": "variables"}], ids=["replicated", "sharded"])
 def test_joined_steps_keep_noise_statistics_and_accumulation(joining, monkeypatch, options):
-    monkeypatch.setattr("lockstep.data.device_placement.SHARD_FROM", 3)
+    monkeypatch.setattr("lockstep.devices.placement.SHARD_FROM", 3)
     found = trained(compiled(3, mirrored(**options), accumulate=2))
     assert max(joining) == 3
     monkeypatch.setattr(SpmdExecutor, "joins_steps", False)

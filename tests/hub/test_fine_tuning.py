@@ -16,7 +16,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Layer .* does not have a `quanti
 @pytest.fixture
 def shard_all(monkeypatch):
     """Shard the variables of these small models, too."""
-    monkeypatch.setattr("lockstep.data.device_placement.SHARD_FROM", 3)
+    monkeypatch.setattr("lockstep.devices.placement.SHARD_FROM", 3)
 
 
 def add_lora(model):

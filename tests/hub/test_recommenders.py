@@ -20,7 +20,7 @@ STRATEGIES = {"replicated": mirrored, "sharded": lambda: mirrored(shard="variabl
 @pytest.fixture(params=STRATEGIES)
 def strategy(request, monkeypatch):
     """Also a strategy that shards the variables of these small models."""
-    monkeypatch.setattr("lockstep.data.device_placement.SHARD_FROM", 3)
+    monkeypatch.setattr("lockstep.devices.placement.SHARD_FROM", 3)
     return STRATEGIES[request.param]()
 
 

@@ -289,14 +289,14 @@ FAULTS = [
     ),
     Mutant(
         "rows-of-first-process",
-        "data/device_placement.py",
+        "devices/placement.py",
         "first = self.local_replicas.start * length // self.replicas",
         "first = 0",
         "Every process places its own rows where those of the first one belong.",
     ),
     Mutant(
         "rows-gathered-too-early",
-        "data/device_placement.py",
+        "devices/placement.py",
         "first = [device * layout.capacity for device in range(layout.devices)]",
         "first = [sum(layout.device_rows[:device]) for device in range(layout.devices)]",
         "Outputs of a device with free places are read as if the devices before it had none.",

@@ -8,8 +8,8 @@ from keras import layers, ops
 
 import lockstep
 from lockstep import ModelError
-from lockstep.data.device_placement import PlacedRows
 from lockstep.devices.batch_split import Layout
+from lockstep.devices.placement import PlacedRows
 from lockstep.parameter_server.gradient_step import (
     check_can_split,
     check_mean_loss,

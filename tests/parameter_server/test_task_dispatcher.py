@@ -492,6 +492,16 @@ def test_closing_a_call_has_a_time_limit_and_names_late_processes():
     assert dispatcher.worker_count == 0
 
 
+def test_a_chief_that_ends_before_it_answers_is_no_loss_for_a_process_that_leaves():
+    with ServedDispatcher() as served:
+        client = served.client(1)
+        client.enter(1)
+        served.server.stop()
+        client.leave(1)
+        with pytest.raises(ClusterError, match="was lost"):  # But it is one for the next call.
+            client.enter(2)
+
+
 OTHERS = [("worker", 1), ("ps", 2)]
 
 

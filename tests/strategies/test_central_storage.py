@@ -8,8 +8,8 @@ from jax import lax
 from keras import layers
 
 import lockstep
-from lockstep.data.device_placement import Placement
 from lockstep.devices.names import resolve_with_parameter_device
+from lockstep.devices.placement import Placement
 from lockstep.execution.gradient_extraction import GradientProgram
 from tests.laws.cases import case_named
 from tests.laws.compare import Central, assert_same, reference, run

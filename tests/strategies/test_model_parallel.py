@@ -42,7 +42,7 @@ IN_THE_SUITE = (
 @pytest.fixture
 def shard_all(monkeypatch):
     """The variables of these small models are sharded, too."""
-    monkeypatch.setattr("lockstep.data.device_placement.SHARD_FROM", 3)
+    monkeypatch.setattr("lockstep.devices.placement.SHARD_FROM", 3)
 
 
 def mesh_of(number):

@@ -7,7 +7,7 @@ import pytest
 from keras import layers
 
 import lockstep
-from lockstep.data import device_placement
+from lockstep.devices import placement
 from tests.laws.cases import case_named, logits_loss
 from tests.laws.compare import Topology, assert_same, bytes_by_device, reference, run
 
@@ -15,7 +15,7 @@ from tests.laws.compare import Topology, assert_same, bytes_by_device, reference
 @pytest.fixture(autouse=True)
 def _shard_all(monkeypatch):
     """The variables of these small models are sharded, too."""
-    monkeypatch.setattr("lockstep.data.device_placement.SHARD_FROM", 1)
+    monkeypatch.setattr("lockstep.devices.placement.SHARD_FROM", 1)
 
 
 ELEMENTWISE = ["adam", "sgd_nesterov", "adamw", "nadam", "rmsprop", "adagrad", "lion", "ftrl"]
@@ -105,7 +105,7 @@ def test_axis_of_the_slices_does_not_change_a_bit(monkeypatch):
         return moment.sharding.shard_shape(moment.shape), model.get_weights()
 
     shape, weights = trained()
-    monkeypatch.setattr(device_placement, "TPU_TILE", (1, 1))
+    monkeypatch.setattr(placement, "TPU_TILE", (1, 1))
     other_shape, other_weights = trained()
     assert (shape, other_shape) == ((16, 96), (64, 24))
     for one, other in zip(weights, other_weights, strict=True):

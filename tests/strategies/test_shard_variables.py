@@ -35,7 +35,7 @@ IN_THE_SUITE = (
 @pytest.fixture
 def shard_all(monkeypatch):
     """The variables of these small models are sharded, too, but for the two numbers of a seed."""
-    monkeypatch.setattr("lockstep.data.device_placement.SHARD_FROM", 3)
+    monkeypatch.setattr("lockstep.devices.placement.SHARD_FROM", 3)
 
 
 def topology_of(number):

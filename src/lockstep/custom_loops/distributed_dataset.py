@@ -37,10 +37,10 @@ from lockstep.custom_loops.per_replica import (
     split_batch,
 )
 from lockstep.custom_loops.replica_context import current_replica
-from lockstep.data.device_placement import Placement, count_rows
 from lockstep.data.pass_iterator import BatchCheck, BatchGather, PassIterator
 from lockstep.data.prefetch import WaitMeter
 from lockstep.data.sources import InputSource, WrappedSource
+from lockstep.devices.placement import Placement, count_rows
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,9 @@ from lockstep.custom_loops.replica_context import (
     in_context,
 )
 from lockstep.custom_loops.strategy_api import StrategyApi
-from lockstep.data.device_placement import Placement, placement_on
 from lockstep.data.fit_entry import InputOptions, ProcessGroup
 from lockstep.devices.names import device_name
+from lockstep.devices.placement import Placement, placement_on
 from lockstep.execution.train_functions import is_in_step
 
 

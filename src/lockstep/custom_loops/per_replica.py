@@ -12,9 +12,9 @@ import keras
 import numpy as np
 
 from lockstep._errors import InputError, ModelError, OptionError, check_depth, shown
-from lockstep.data.device_placement import Placement
 from lockstep.data.sources import NON_NUMERIC_KINDS
 from lockstep.devices.batch_split import rows_of_replicas
+from lockstep.devices.placement import Placement
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["groups"], meta_fields=["members"])

@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec
 
 from lockstep._errors import ModelError
 from lockstep.custom_loops.per_replica import PerReplica, is_per_replica
-from lockstep.data.device_placement import DEVICE_AXIS, MeshPlacement, Placement
+from lockstep.devices.placement import DEVICE_AXIS, MeshPlacement, Placement
 from lockstep.execution.jaxpr_utils import inline_calls, subprogram
 
 Replicas = tuple[int, ...]

@@ -37,9 +37,9 @@ from lockstep.custom_loops.per_replica import (
 )
 from lockstep.custom_loops.replica_context import ReplicaContext, as_floating, check_not_in_replica, in_context
 from lockstep.custom_loops.replica_runner import run_on_replicas
-from lockstep.data.device_placement import DEVICE_AXIS, Placement, is_spread, local_values
 from lockstep.data.fit_entry import InputOptions, ProcessGroup, check_input_options
 from lockstep.data.sources import make_tree_source
+from lockstep.devices.placement import DEVICE_AXIS, Placement, is_spread, local_values
 from lockstep.distributed.resolvers import ClusterResolver
 
 _FUNCTIONS = 4096  # of run, of which it is remembered which variables they read: as many as jax.jit keeps

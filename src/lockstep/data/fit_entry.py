@@ -34,10 +34,10 @@ from lockstep._keras import trainer
 from lockstep._keras.patches import FIT_INPUT, install
 from lockstep._keras.trainer import interceptable
 from lockstep.data.cache import CachedSource, DeviceSource, FileBatchStore
-from lockstep.data.device_placement import Placement, count_rows
 from lockstep.data.keras_adapter import KerasInput
 from lockstep.data.pass_iterator import BatchCheck, BatchGather
 from lockstep.data.sources import AdapterSource, InputSource, Pending, check_data, make_source
+from lockstep.devices.placement import Placement, count_rows
 
 Report = Callable[[str], None]
 _ON_BATCH = ("train_on_batch", "test_on_batch", "predict_on_batch")

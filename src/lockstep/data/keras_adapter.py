@@ -15,7 +15,6 @@ import jax
 import numpy as np
 
 from lockstep._keras import trainer
-from lockstep.data.device_placement import is_rows
 from lockstep.data.indexed_batches import IndexedBatches, UnreadBatchCounter, run_epoch_hook
 from lockstep.data.pass_iterator import (
     BatchCheck,
@@ -29,6 +28,7 @@ from lockstep.data.pass_iterator import (
 )
 from lockstep.data.prefetch import WaitMeter
 from lockstep.data.sources import DatasetSource, InputSource
+from lockstep.devices.placement import is_rows
 
 
 @dataclass(frozen=True)

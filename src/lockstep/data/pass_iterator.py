@@ -15,9 +15,9 @@ import jax
 import numpy as np
 
 from lockstep._errors import InputError
-from lockstep.data.device_placement import is_on_cpu
 from lockstep.data.prefetch import BatchReader, InlineReader, Prefetcher, WaitMeter
 from lockstep.data.sources import InputSource
+from lockstep.devices.placement import is_on_cpu
 
 _TWISTER_WORDS = 624  # of the state of a Mersenne twister
 

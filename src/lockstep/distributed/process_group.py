@@ -30,8 +30,8 @@ from lockstep._keras.sharded_variable import whole_values
 from lockstep._logging import CancelledError
 from lockstep._version import used_versions
 from lockstep.data import fit_entry
-from lockstep.data.device_placement import DEVICE_AXIS, Placement, is_rows, is_spread
 from lockstep.data.pass_iterator import digest_of_batch
+from lockstep.devices.placement import DEVICE_AXIS, Placement, is_rows, is_spread
 from lockstep.distributed.control.control_client import MAIN, ControlClient
 from lockstep.distributed.control.failure_detector import WorkerStatus
 from lockstep.distributed.control.transport import as_text

@@ -16,7 +16,6 @@ import numpy as np
 
 from lockstep._errors import ClusterError, DeviceError, ModelError
 from lockstep._logging import counted
-from lockstep.data.device_placement import is_large
 from lockstep.devices.cpu_devices import (
     HostMemory,
     check_thread_pool,
@@ -24,6 +23,7 @@ from lockstep.devices.cpu_devices import (
     returned_memory_reason,
     usable_cores,
 )
+from lockstep.devices.placement import is_large
 from lockstep.distributed.cluster.addresses import host_of, is_loopback, split_address
 from lockstep.distributed.cluster.env_reader import NO_SECRET, SECRET, SECRET_FILE, NetworkOptions
 from lockstep.distributed.cluster.membership import Membership

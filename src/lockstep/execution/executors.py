@@ -22,9 +22,9 @@ from jax.sharding import SingleDeviceSharding
 from lockstep._keras.graph import recompute_layers
 from lockstep._keras.patches import LAYER_CALL, patched_method
 from lockstep.collectives import AutoAllReduce, CrossDeviceOps
-from lockstep.data.device_placement import MeshPlacement, PlacedRows, Placement, join_rows, local_values
 from lockstep.devices.batch_split import Layout, rows_of_replicas
 from lockstep.devices.cpu_devices import compiler_options, usable_cores
+from lockstep.devices.placement import MeshPlacement, PlacedRows, Placement, join_rows, local_values
 from lockstep.execution.call_splitter import (
     CallTrace,
     CannotSplitError,

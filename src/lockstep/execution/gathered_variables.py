@@ -19,7 +19,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from lockstep._keras.graph import blocks_of, layers_where, recompute_layers, uncovered_variables
-from lockstep.data.device_placement import DEVICE_AXIS, Placement, is_large
+from lockstep.devices.placement import DEVICE_AXIS, Placement, is_large
 from lockstep.execution.replica import ReplicaCall, ReplicaResult
 
 # By platform, options of XLA, which joins collectives up to so many bytes. Joined ones keep all gathered variables and whole gradients in

@@ -16,7 +16,7 @@ from jax.interpreters import ad, batching
 
 from lockstep._errors import ModelError
 from lockstep._keras.patches import OPTIMIZER_UPDATE, patched_method
-from lockstep.data.device_placement import Placement
+from lockstep.devices.placement import Placement
 from lockstep.execution.jaxpr_utils import inline_calls, subprogram
 from lockstep.execution.train_state import Step, state_changes
 

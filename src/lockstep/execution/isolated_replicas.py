@@ -31,8 +31,8 @@ from jax.sharding import Mesh, PartitionSpec
 
 from lockstep._errors import ModelError
 from lockstep.collectives.tree import PartialSum, branches, tree_sum
-from lockstep.data.device_placement import DEVICE_AXIS, PlacedRows, Placement
 from lockstep.devices.batch_split import Layout
+from lockstep.devices.placement import DEVICE_AXIS, PlacedRows, Placement
 from lockstep.execution.jaxpr_utils import is_inexact
 from lockstep.execution.program_partition import bind_isolated
 from lockstep.execution.replica import ReplicaResult, run_replicas

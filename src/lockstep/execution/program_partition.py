@@ -15,7 +15,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Va
 from jax.interpreters import ad, batching
 
 from lockstep._errors import ModelError
-from lockstep.data.device_placement import PlacedRows, Placement, is_rows, join_rows
+from lockstep.devices.placement import PlacedRows, Placement, is_rows, join_rows
 from lockstep.execution.jaxpr_utils import inline_calls, is_literal, subprogram
 from lockstep.execution.spmd import PerDevice, PerDeviceProgram, replicated_array, to_per_device
 

@@ -23,9 +23,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from lockstep.collectives import CrossDeviceOps
 from lockstep.collectives.platform import platform_sum_bucketed
-from lockstep.data.device_placement import DEVICE_AXIS, REPLICATE_BELOW, Placement, drop_padding
 from lockstep.devices.batch_split import Layout
 from lockstep.devices.cpu_devices import compiler_options
+from lockstep.devices.placement import DEVICE_AXIS, REPLICATE_BELOW, Placement, drop_padding
 from lockstep.execution.gathered_variables import Axes, gathered, shard_spec
 from lockstep.execution.jaxpr_utils import is_inexact
 from lockstep.execution.replica import ReplicaCall, ReplicaResult, StateMerge, join_halves, run_replicas

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import keras
 
 from lockstep._keras import trainer
-from lockstep.data.device_placement import Placement
+from lockstep.devices.placement import Placement
 from lockstep.execution.executors import Executor, SpmdExecutor
 from lockstep.execution.train_functions import StepFunctions
 from lockstep.execution.train_state import dispatch_lock, without_aliases

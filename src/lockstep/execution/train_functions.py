@@ -24,9 +24,9 @@ from lockstep._keras.graph import (
     unsynchronized_normalizations,
 )
 from lockstep._keras.patches import LAYER_CALL, STATELESS_CALL, patched_method
-from lockstep.data.device_placement import PlacedRows, Placement, is_rows
 from lockstep.data.keras_adapter import next_batch
 from lockstep.devices.names import device_name
+from lockstep.devices.placement import PlacedRows, Placement, is_rows
 from lockstep.execution.call_splitter import (
     CannotSplitError,
     ModelCall,

@@ -12,9 +12,9 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 import keras
 
 from lockstep._errors import OptionError
-from lockstep.data.device_placement import Placement
 from lockstep.data.fit_entry import ProcessGroup, callbacks_in
 from lockstep.data.keras_adapter import KerasInput
+from lockstep.devices.placement import Placement
 from lockstep.execution.train_functions import StepFunctions
 from lockstep.fit.checkpointing.fit_checkpoint import FitCheckpoint
 

@@ -13,8 +13,8 @@ from lockstep._errors import ModelError, OptionError
 from lockstep._keras import trainer
 from lockstep._keras.graph import global_batch_reason, nested_models
 from lockstep._keras.patches import STATELESS_CALL, patched_method
-from lockstep.data.device_placement import Placement, is_rows
 from lockstep.devices.batch_split import rows_of_replicas
+from lockstep.devices.placement import Placement, is_rows
 from lockstep.execution.call_splitter import CannotSplitError, ModelCall, infer_output_spec, trace_call
 from lockstep.execution.gradient_extraction import GradientPrograms
 from lockstep.execution.train_functions import StepFunctions

@@ -18,10 +18,10 @@ from lockstep._keras.sharded_variable import VariableLayouts, lay_out
 from lockstep._logging import counted, log_info
 from lockstep.collectives import CrossDeviceOps
 from lockstep.custom_loops.replica_context import ReplicaModels, ReusableContext, open_scopes
-from lockstep.data.device_placement import MeshPlacement, Placement, gather_on_host
 from lockstep.data.fit_entry import InputFactory, ProcessGroup
 from lockstep.devices.determinism import describe_determinism
 from lockstep.devices.names import device_name, is_described
+from lockstep.devices.placement import MeshPlacement, Placement, gather_on_host
 from lockstep.doctor.checks import FitChecks
 from lockstep.execution.executors import DeterministicExecutor, Executor, SpmdExecutor
 from lockstep.execution.gathered_variables import ModelLayout, layout_notes, layout_of

@@ -8,10 +8,10 @@ import keras
 
 from lockstep._errors import OptionError
 from lockstep.collectives import Ops
-from lockstep.data.device_placement import Placement
 from lockstep.data.fit_entry import InputOptions
 from lockstep.devices.determinism import is_deterministic
 from lockstep.devices.names import device_name, resolve_with_parameter_device
+from lockstep.devices.placement import Placement
 from lockstep.execution.executors import CentralExecutor, Executor
 from lockstep.fit.hooks import FitContext
 from lockstep.strategies.base import Strategy

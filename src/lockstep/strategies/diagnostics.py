@@ -16,10 +16,10 @@ from lockstep._errors import DeterminismError, ModelError, shown
 from lockstep._keras import trainer
 from lockstep._keras.graph import layers_of
 from lockstep.custom_loops.strategy_api import StrategyApi
-from lockstep.data.device_placement import Placement, count_rows, gather_on_host, local_values
 from lockstep.data.fit_entry import InputFactory, check_call
 from lockstep.data.sources import check_data
 from lockstep.devices.names import device_name
+from lockstep.devices.placement import Placement, count_rows, gather_on_host, local_values
 from lockstep.doctor.base import FitCall, Report, RuntimeSettings, calling_location
 from lockstep.doctor.checks import examine
 from lockstep.execution.executors import Executor, SpmdExecutor

@@ -13,9 +13,9 @@ from jax.sharding import NamedSharding
 from lockstep._errors import ModelError, OptionError, check_depth, shown
 from lockstep._keras.sharded_variable import has_layout, lay_out
 from lockstep.collectives import CommunicationOptions, Ops
-from lockstep.data.device_placement import MeshPlacement, Placement
 from lockstep.data.fit_entry import InputOptions
 from lockstep.devices.determinism import fix_order_on_gpus, is_deterministic
+from lockstep.devices.placement import MeshPlacement, Placement
 from lockstep.distributed.resolvers import ClusterResolver
 from lockstep.doctor.base import RuntimeSettings
 from lockstep.execution.executors import Executor, ModelParallelExecutor, SpmdExecutor

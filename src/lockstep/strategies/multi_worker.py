@@ -13,10 +13,10 @@ from lockstep._errors import ClusterError, instance_of, whole_number
 from lockstep._logging import log_info
 from lockstep.collectives import CommunicationOptions, Ops, choose_cross_device_ops
 from lockstep.data import fit_entry
-from lockstep.data.device_placement import Placement
 from lockstep.data.fit_entry import InputOptions
 from lockstep.devices.cpu_devices import check_shared_thread_pool
 from lockstep.devices.names import count_cpu_devices, platform_of, resolve_devices
+from lockstep.devices.placement import Placement
 from lockstep.distributed.cluster.addresses import COORDINATOR
 from lockstep.distributed.cluster.membership import WorkerGroup, membership_of_group
 from lockstep.distributed.control.control_client import ControlClient

@@ -10,11 +10,11 @@ import jax
 from lockstep._errors import DeviceError, OptionError, flag, shown, whole_number
 from lockstep._keras import trainer
 from lockstep.collectives import AutoAllReduce, CrossDeviceOps, Ops, TreeAllReduce, resolve_cross_device_ops
-from lockstep.data.device_placement import Placement, placement_on
 from lockstep.data.fit_entry import InputOptions, check_input_options
 from lockstep.devices.cpu_devices import ensure_cpu_devices, has_started, keep_memory
 from lockstep.devices.determinism import is_deterministic, prepare_determinism
 from lockstep.devices.names import platform_of, resolve_devices
+from lockstep.devices.placement import Placement, placement_on
 from lockstep.execution.gathered_variables import Recompute, Shard
 
 MAX_REPLICAS = 65_536  # far above all batches; the parts of each replica are objects of this process

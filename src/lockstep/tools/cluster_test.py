@@ -20,7 +20,7 @@ import jax
 import numpy as np
 
 from lockstep._errors import DONE, USER_ERROR
-from lockstep.data.device_placement import Placement, placement_on
+from lockstep.devices.placement import Placement, placement_on
 from lockstep.distributed.control.control_client import ControlClient
 from lockstep.distributed.process_group import device_sum
 

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 import lockstep
-from lockstep.data import device_placement
+from lockstep.devices import placement
 
 config = json.loads(sys.argv[1])
 if "jax" in config:  # As a user's script or Ray does, at an address of the test's choice.
@@ -19,7 +19,7 @@ if "jax" in config:  # As a user's script or Ray does, at an address of the test
         coordinator_bind_address=config["jax"],
         **config.get("jax_options", {}),
     )
-device_placement.SHARD_FROM = config.get("shard_from", device_placement.SHARD_FROM)
+placement.SHARD_FROM = config.get("shard_from", placement.SHARD_FROM)
 
 
 def tell(**values):

@@ -17,7 +17,7 @@ from typing import Any
 
 from jax.extend.core import ClosedJaxpr
 
-from lockstep.data.device_placement import SHARD_FROM, is_large
+from lockstep.devices.placement import SHARD_FROM, is_large
 from lockstep.execution.model_parallel.axis_rules import read_program
 from lockstep.execution.model_parallel.logical_axes import ArrayNode, AxisCollective, AxisKey, LogicalAxes
 

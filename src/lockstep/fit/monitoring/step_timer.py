@@ -22,7 +22,7 @@ import keras
 import numpy as np
 
 from lockstep._errors import outside_of_strategy, real_number, whole_number
-from lockstep.data.device_placement import is_rows, placement_on
+from lockstep.devices.placement import is_rows, placement_on
 from lockstep.execution.executors import EagerExecutor
 from lockstep.execution.jaxpr_utils import operations_of_products
 from lockstep.execution.train_functions import StepFunctions, StepHook

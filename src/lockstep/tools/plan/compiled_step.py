@@ -23,8 +23,8 @@ from lockstep._keras import trainer
 from lockstep._keras.graph import cause_of, layers_of
 from lockstep.collectives import AutoAllReduce
 from lockstep.collectives.cost_model import Network, NetworkLink, predict_seconds
-from lockstep.data.device_placement import count_rows, placement_on
 from lockstep.data.sources import AdapterSource, make_source
+from lockstep.devices.placement import count_rows, placement_on
 from lockstep.doctor.base import is_user_code
 from lockstep.execution.executors import ModelParallelExecutor, SpmdExecutor
 from lockstep.execution.gathered_variables import (

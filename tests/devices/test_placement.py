@@ -7,7 +7,7 @@ import pytest
 from keras import layers
 
 import lockstep
-from lockstep.data.device_placement import PlacedRows, Placement, placement_on
+from lockstep.devices.placement import PlacedRows, Placement, placement_on
 
 DEVICES, ROWS, BATCH = ("cpu:1", "cpu:2"), 22, 8  # Neither is JAX's default device.
 
