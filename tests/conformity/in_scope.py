@@ -21,7 +21,7 @@ STRATEGIES = {
 }
 LIMIT = 3 << 30  # bytes of a process from which on its compiled programs are let go
 
-_compiled = compile_cache.SharedPrograms("conformity")  # The ways have most of their programs in common.
+_COMPILED = pytest.StashKey[compile_cache.SharedPrograms]()  # The ways have most of their programs in common.
 
 
 def skip_if_backend(name, reason):
@@ -29,19 +29,22 @@ def skip_if_backend(name, reason):
     return pytest.mark.skipif(keras.backend.backend() == name, reason=reason)
 
 
-sys.modules["conftest"] = sys.modules[__name__]
+def pytest_configure(config):
+    """Begin only as a plugin: the suite imports this file to search it for examples."""
+    sys.modules["conftest"] = sys.modules[__name__]
+    config.stash[_COMPILED] = compile_cache.SharedPrograms("conformity")
 
 
 @pytest.fixture(autouse=True)
-def _scope():
+def _scope(request):
     """Open a strategy's scope; none for the way "plain"."""
     with contextlib.nullcontext() if WAY == "plain" else STRATEGIES[WAY]().scope():
         yield
-    _compiled.exchange()
+    request.config.stash[_COMPILED].exchange()
     if psutil.Process().memory_info().rss > LIMIT:
         jax.clear_caches()
 
 
-def pytest_sessionfinish():
+def pytest_sessionfinish(session):
     """Keep the programs for the next way."""
-    _compiled.publish()
+    session.config.stash[_COMPILED].publish()

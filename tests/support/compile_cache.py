@@ -60,6 +60,11 @@ class SharedPrograms:
         fill(self._private, self._shared)
         use(self._private)
 
+    @property
+    def is_used(self) -> bool:
+        """Whether JAX still takes this process's programs from here."""
+        return jax.config.jax_compilation_cache_dir == str(self._private)
+
     def exchange(self) -> None:
         """Exchange new programs with the other processes, if it is time to."""
         if time.monotonic() > self._next:
