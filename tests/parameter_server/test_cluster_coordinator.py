@@ -170,6 +170,9 @@ try:
 except lockstep.ClusterError as error:
     write("error-" + name, str(error))
     raise
+except ValueError:  # The launcher ends all when this worker has ended.
+    wait_for(lambda: is_there("error-chief0"))
+    raise
 """
 MEETING = """if label == "polled":
         write('at-' + name); wait_for(lambda: is_there('at-worker0') and is_there('at-worker1'))

@@ -8,6 +8,7 @@ import keras
 import numpy as np
 import pytest
 
+from lockstep._errors import ClusterError
 from lockstep.data.keras_adapter import KerasInput
 from lockstep.data.sources import Pending, make_source
 from lockstep.parameter_server import fit_dispatch
@@ -65,6 +66,21 @@ def chief_of(served, values):
     chief = ChiefFit(net(), Mock(), served.dispatcher, 1, None, None, None)
     chief._state_sync = SimpleNamespace(totals=SimpleNamespace(non_trainable=values))
     return chief
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_checkpoint_has_the_state_after_the_last_step_or_is_not_written(is_known):
+    """When the servers are lost, the state after the last step may be lost with them; that before it belongs to another step."""
+    with ServedDispatcher() as served:
+        chief, before, after = chief_of(served, []), [[0], [], [], []], [[1], [], [], []]
+        chief._client, chief._keras_state, chief._settled_state = Mock(), before, after if is_known else None
+        served.dispatcher.abort("ps 0 of 1 was lost")
+        if is_known:
+            assert chief.newest_state() is after
+        else:
+            assert chief.settle() is None
+            with pytest.raises(ClusterError, match="ps 0 of 1 was lost"):
+                chief.newest_state()
 
 
 def evaluated_lines(served, on_line):

@@ -19,6 +19,7 @@ import jax
 import keras
 import numpy as np
 
+from lockstep._errors import PEER_LOST, ClusterError
 from lockstep.data.keras_adapter import KerasInput
 from lockstep.fit.checkpointing.model_state import variables_of
 from lockstep.parameter_server.gradient_step import count_batch_rows, nonempty_parts
@@ -163,9 +164,9 @@ class ChiefFit:
 
     def settle(self) -> State | None:
         """Wait until every scheduled batch is done, and return the newest state; None if there is no newer one than Keras's."""
-        if self._client is None or self._keras_state is None or self._is_broken or self._dispatcher.has_failed:
+        if self._client is None or self._keras_state is None or self._is_broken:
             return None
-        if self._settled_state is not None:
+        if self._settled_state is not None or self._dispatcher.has_failed:
             return self._settled_state
         self._is_broken = True
         self._collect(0)
@@ -173,6 +174,16 @@ class ChiefFit:
         self._settled_state = self._state_sync.fetch()
         self._is_broken = False
         return self._settled_state
+
+    def newest_state(self) -> State | None:
+        """Return what :meth:`settle` returns; raise ClusterError if the state after the last step is lost, so that nobody keeps an older one."""
+        state = self.settle()
+        if state is None and self._keras_state is not None:
+            self._dispatcher.raise_failure()
+            raise ClusterError(
+                "ParameterServerStrategy: the servers did not give the state after the last step.", PEER_LOST
+            )
+        return state
 
     def publish_epoch(self, epoch: int) -> None:
         """Publish the end of an epoch for the evaluator; only the values of the newest one are kept.

@@ -99,10 +99,11 @@ class ChiefFitDispatch(fit_entry.ProcessGroup):
         try:
             with (
                 closing(fit),
-                self._training.steps_by(model, fit.step, fit.settle),
+                self._training.steps_by(model, fit.step, fit.newest_state),
                 refresh_before_sync(model, fit.settle),
             ):
                 history = proceed()
+                fit.newest_state()  # Else the model has it.
         except BaseException as error:
             self._dispatcher.abort(f"the chief's fit has ended: {summary_of(error)}", exit_code_of(error))
             raise

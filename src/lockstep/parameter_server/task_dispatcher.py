@@ -268,7 +268,7 @@ class TaskDispatcher:
         """
         self.note_progress()
         with self._changed:
-            self._raise_failure()
+            self.raise_failure()
             self._call, self._is_open, self._queue, self._attached = call, True, TaskQueue(self._timeout), attached
             self._tasks, self._published, self._last_progress, self._loss = {}, {}, self._clock(), ""
             self._changed.notify_all()
@@ -308,7 +308,7 @@ class TaskDispatcher:
         if when_done:
             result.add_done_callback(when_done)
         with self._changed:
-            self._raise_failure()
+            self.raise_failure()
             self._last_progress = self._clock() if self._queue.is_idle else self._last_progress
             self._tasks[self._queue.added] = (what, arrays or {}, result)
             self._queue.add()
@@ -336,7 +336,7 @@ class TaskDispatcher:
             self.note_progress()
             with self._changed:
                 is_met = condition()
-                self._raise_failure()
+                self.raise_failure()
                 has_workers = self.worker_count > 0
                 if not is_met:
                     self._raise_if_stuck()
@@ -365,11 +365,16 @@ class TaskDispatcher:
                 f"{listed(late)} did not fetch the result of the call within {self._timeout:g} s; the chief continues"
             )
 
+    def raise_failure(self) -> None:
+        """Raise the ClusterError that has ended all calls, if there is one."""
+        if (failure := self._failure) is not None:
+            raise ClusterError(*failure)
+
     def wait_for_stragglers(self, expected: Collection[tuple[str, int]]) -> None:
         """Wait, before the chief ends, until each connected process has left the last call, for at most the time limit.
 
-        A process that has never been connected is waited for until the time limit has passed since this object was made: it may
-        have started with the chief, and the chief had nothing left to train.
+        If there was a call, a process that has never been connected is waited for until the time limit has passed since this object was
+        made: it may have started with the chief, which had nothing left to train.
 
         Args:
             expected: job and index of each process.
@@ -384,7 +389,7 @@ class TaskDispatcher:
         late = [
             str(session) for session, call in self._connected.items() if call < self._call and waited < self._timeout
         ]
-        if self._clock() - self._began < self._timeout:
+        if self._call and self._clock() - self._began < self._timeout:
             late += [f"{job} {index}" for job, index in expected if (job, index) not in self._seen]
         return sorted(late)
 
@@ -404,10 +409,6 @@ class TaskDispatcher:
             if not result.done():
                 result.set_exception(ClusterError(*self._failure))
         self._changed.notify_all()
-
-    def _raise_failure(self) -> None:
-        if self._failure is not None:
-            raise ClusterError(*self._failure)
 
     def _raise_if_stuck(self) -> None:
         limit = self._long if self.worker_count else self._timeout
