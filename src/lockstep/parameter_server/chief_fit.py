@@ -176,7 +176,7 @@ class ChiefFit:
         return self._settled_state
 
     def newest_state(self) -> State | None:
-        """Return what :meth:`settle` returns; raise ClusterError if the state after the last step is lost, so that nobody keeps an older one."""
+        """Return what :meth:`settle` returns; raise ClusterError if the state after the last step is lost, as an older one must not be kept."""
         state = self.settle()
         if state is None and self._keras_state is not None:
             self._dispatcher.raise_failure()
