@@ -61,9 +61,9 @@ class SharedPrograms:
         use(self._private)
 
     @property
-    def is_used(self) -> bool:
-        """Whether JAX still takes this process's programs from here."""
-        return jax.config.jax_compilation_cache_dir == str(self._private)
+    def is_replaced(self) -> bool:
+        """Whether JAX takes this process's programs from another folder; from none is intended: see :func:`unused`."""
+        return jax.config.jax_compilation_cache_dir not in (None, str(self._private))
 
     def exchange(self) -> None:
         """Exchange new programs with the other processes, if it is time to."""
