@@ -451,6 +451,7 @@ def check_models_method(method, argument, values):
     assert not faults, "\n".join(faults)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("method", "argument"), KERAS_CASES)
 def test_the_models_methods_take_what_plain_keras_takes_and_refuse_the_rest_by_name(method, argument):
     check_models_method(method, argument, KERAS_VALUES)

@@ -460,6 +460,7 @@ def gathered(strategy, value, axis, how):
 HOWS = pytest.mark.parametrize("how", ["gather", "all_gather"])
 
 
+@pytest.mark.slow
 @HOWS
 @pytest.mark.parametrize(
     ("value", "axis"),
@@ -983,6 +984,7 @@ def saved_and_loaded(tmp_path, first, second):
     return pairs, loaded
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "second"),
     [("none", "two"), ("two", "none"), ("two", "three on two"), ("two", "central"), ("central", "two")],

@@ -666,6 +666,7 @@ def test_two_texts_share_a_table_of_words():
     assert_same(build, use)
 
 
+@pytest.mark.slow
 def test_a_normalization_that_was_adapted_stays_what_it_is():
     x = np.random.default_rng(0).normal(3, 2, (16, 3)).astype("float32")
 

@@ -61,6 +61,7 @@ def test_what_all_replicas_share_comes_back_as_one_value(strategy):
     assert sum(map(int, strategy.experimental_local_results(rows))) == 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 6, 7, 12])
 def test_what_comes_from_shapes_alone_has_one_form_for_every_number_of_rows(strategy, rows):
     def step(rows):

@@ -340,6 +340,7 @@ class Stop(keras.callbacks.Callback):
             raise KeyboardInterrupt
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("own", [True, False])
 def test_what_surrounds_fit_also_surrounds_that_of_a_models_own_class(own, tmp_path):
     x, y = data()
@@ -414,6 +415,7 @@ def test_run_eagerly():
 STEPS_AND_TOGETHER = [(5, 1), (5, 2), (3, 2), (7, 2), (5, 3), (6, 4)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("steps", "together"), STEPS_AND_TOGETHER)
 @pytest.mark.parametrize("kind", ["arrays", "PyDataset"])
 def test_epochs_of_several_steps_a_call_have_the_rows_that_keras_gives_them(kind, steps, together):

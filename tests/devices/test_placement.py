@@ -59,6 +59,7 @@ def test_copies_between_devices_are_noticed(refused_copies):
         jax.device_put(array, jax.devices()[2])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"deterministic": True}, {"shard": "optimizer"}], ids=str)
 @pytest.mark.parametrize("kind", INPUTS)
 def test_rows_go_from_the_host_to_their_devices_in_one_transfer_ahead_of_the_step(

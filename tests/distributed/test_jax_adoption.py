@@ -92,6 +92,7 @@ def test_processes_with_and_without_a_secret_are_refused():
         _check_secrets([{"has_secret": False}, {"has_secret": True}, {"has_secret": False}])
 
 
+@pytest.mark.slow
 def test_a_process_that_does_not_come_is_waited_for_within_the_limit(of_three, monkeypatch):
     never = threading.Event()
     monkeypatch.setattr(jax_adoption, "_all_gather", lambda own: never.wait(60))

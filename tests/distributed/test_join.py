@@ -267,6 +267,7 @@ def test_a_worker_waits_for_the_next_chief_while_that_of_a_failed_job_ends():
             join(**job.arguments(1), start_seconds=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("chief", "worker", "said"),
     [

@@ -57,6 +57,7 @@ def nets(less, names=NETS):
     return [pytest.param(name, marks=pytest.mark.nightly if name in less else ()) for name in names]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("net", nets({"dense"}))
 def test_step_on_accelerators_has_one_all_reduce(on_accelerators, net):
     assert names(DEVICES, net, 64) == ["all-reduce"]
@@ -85,6 +86,7 @@ def test_small_outputs_are_gathered_once_if_rows_would_move_to_other_devices(on_
     assert sorted(names(2 * DEVICES, "dropout", rows)) == ["all-gather", "all-reduce"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("replicas", "rows"),
     [pytest.param(DEVICES, 64, marks=pytest.mark.nightly), (DEVICES, 59), (2 * DEVICES, 59), (DEVICES, 3)],

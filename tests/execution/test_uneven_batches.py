@@ -56,6 +56,7 @@ def compiled_step(strategy, make, rows):
     return step.compile_for(trainer.training_state(model, batch), strategy._placement.abstract_batch(batch))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "has_equal_memory"),
     [
@@ -117,6 +118,7 @@ def custom_step(strategy, build, rows, returned):
     return step.lower(state, batch).compile()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("replicas", "between", "returned"),
     [

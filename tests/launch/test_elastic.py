@@ -243,6 +243,7 @@ def test_a_node_that_waits_may_be_asked_to_end(job, rank):
     assert end_of(waiting)[0] == 143
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "variables", "why"),
     [

@@ -48,6 +48,7 @@ def test_a_stopped_worker_of_a_killed_supervisor_ends_too(tmp_path):
         wait_until(lambda: all(has_ended(process) for process in processes), "the end of all processes")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("last", "code"),
     [("", 0), ("sys.exit(3)", 3), ("os.kill(os.getpid(), signal.SIGKILL)", 137), ("raise ValueError", 13)],

@@ -9,6 +9,7 @@ from lockstep.launch.worker_process import ErrorRecord, ProcessFailure, job_exit
 from tests.launch.launching import program, run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("code", [1, 7, 75, 124])
 def test_the_job_ends_with_the_code_of_the_worker_that_failed(tmp_path, code):
     done = run("-n", 2, program(tmp_path, f"if rank == 1: sys.exit({code})\ntime.sleep(50)"))

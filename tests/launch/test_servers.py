@@ -70,6 +70,7 @@ def test_each_process_is_told_who_is_who_and_has_a_name(tmp_path):
     assert len({secret for *_, secret, _ in seen.values()} - {None}) == 1
 
 
+@pytest.mark.slow
 def test_a_process_finds_its_part(tmp_path):
     code = (
         "from lockstep.parameter_server.process_role import find_role; from lockstep.cluster_resolver import resolve\n"

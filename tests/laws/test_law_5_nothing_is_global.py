@@ -253,6 +253,7 @@ def test_a_keras_distribution_is_refused():
         keras.distribution.set_distribution(None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_inside", [True, False])
 @pytest.mark.parametrize("method", ["fit", "evaluate", "predict", "train_on_batch"])
 def test_a_keras_distribution_that_is_set_later_is_refused(method, is_inside):
@@ -274,6 +275,7 @@ def test_a_keras_distribution_that_is_set_later_is_refused(method, is_inside):
     fitted(model)
 
 
+@pytest.mark.slow
 def test_clear_session_breaks_nothing():
     strategy = Topology(2, 2).strategy()
     keras.backend.clear_session()

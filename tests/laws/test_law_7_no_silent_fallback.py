@@ -145,6 +145,7 @@ BAD = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("call", BAD)
 def test_a_batch_of_the_wrong_shape_loses_nothing(call):
     model = network()

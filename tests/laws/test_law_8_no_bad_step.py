@@ -66,6 +66,7 @@ def left_without_the_bad_step(executor):
     return Run(**EXECUTORS[executor]).fit(*without([BAD_STEP], *data()))[1:]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("executor", "cause"),
     [

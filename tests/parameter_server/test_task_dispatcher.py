@@ -555,7 +555,6 @@ def test_the_wait_for_processes_that_have_not_come_ends_with_the_limit_of_the_st
 
 def test_the_chief_that_has_failed_does_not_wait_for_stragglers():
     dispatcher = opened()
-    request(dispatcher, session(1), "enter")
     dispatcher.abort("no memory")
     dispatcher.wait_for_stragglers(OTHERS)
     assert dispatcher.has_failed

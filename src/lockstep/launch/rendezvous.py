@@ -90,6 +90,9 @@ class RendezvousServer:
         self._loop.stop()
 
     def _finish(self, code: int, sentence: str) -> None:
+        if (own := self._connections.get(_LOCAL_KEY)) is not None:
+            for message in own.receive():  # This node may just have sent why it ends.
+                self._on_message(_LOCAL_KEY, message)
         if not self._state.is_over:
             self._send(self._state.finish(code, sentence))
         self._check_end_delivered()

@@ -149,6 +149,7 @@ class Turned(layers.Layer):
         return ops.where(keras.random.uniform((x.shape[0], 1), seed=self.seeds) < 0.5, x, -x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("eagerly", [True, False])
 @pytest.mark.parametrize("devices", [1, 2])
 def test_where_an_array_lies_mixes_no_rows(caplog, devices, eagerly):

@@ -131,6 +131,7 @@ def test_more_epochs_go_on_where_fewer_have_ended(tmp_path):
     assert further.heard == [(2, step) for step in range(5)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
 def test_state_is_copied_on_a_cpu_and_to_the_host_from_other_devices(platform, tmp_path, monkeypatch):
     monkeypatch.setattr(model_state, "platform_of", lambda device: platform)
@@ -161,6 +162,7 @@ def test_keras_own_limit_of_steps_is_as_steps_per_epoch(stop, tmp_path):
     assert steps == [3]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
@@ -201,6 +203,7 @@ def test_another_number_of_replicas_goes_on_if_asked(tmp_path):
     assert other.heard[0] == (0, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("own", [False, True])
 def test_fit_with_a_distributed_data_set_repeats_its_hooks_when_it_resumes(own, tmp_path):
     def run(folder):

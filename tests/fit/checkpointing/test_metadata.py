@@ -134,6 +134,7 @@ def refusal(folder):
     return line.removeprefix(f"checkpoint refused: {newest}: metadata: ")
 
 
+@pytest.mark.slow
 @settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(drawn=st.data())
 def test_wrong_metadata_is_passed_over_and_its_field_is_named(whole, facts, drawn):

@@ -207,6 +207,7 @@ def test_a_train_step_of_ones_own_leaves_the_same_bits(deterministic):
     assert run.fit(x, y, NanGuard())[1] == run.fit(x, y)[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("cause", "deterministic"),
     [
@@ -279,6 +280,7 @@ def test_a_guard_that_cannot_run_the_step_again_still_stops(monkeypatch):
     assert "could not be run again to find the cause (IndexError: list index out of range)" in str(error)
 
 
+@pytest.mark.slow
 def test_random_numbers_of_the_program_are_left_alone():
     class Drawing(Own):
         def train_step(self, state, batch):

@@ -53,6 +53,7 @@ def nets_and_strategies():
             yield pytest.param(name, strategy, marks=pytest.mark.nightly if number and (number + turn) % 3 else ())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "strategy"), list(nets_and_strategies()))
 def test_memory_is_that_of_live_arrays(name, strategy):
     """Weights and optimizer as the devices hold them under the strategy, and all arguments as XLA counts them."""
@@ -133,6 +134,7 @@ def meshed(*units, embedding=False):
     return TrainingCall.of_fit(model, (np.zeros((64, 1 if embedding else 66)), np.zeros((64, 10))), {"batch_size": 64})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("units", "options"),
     [((256, 66, 256), {}), ((66, 66, 66, 256), {}), ((66, 256, 66), {}), ((66, 66, 256), {"embedding": True})],
