@@ -2,14 +2,14 @@
 
 import json
 import socket
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
 from lockstep.distributed.control.handshake import Peer
-from lockstep.distributed.control.transport import FramedSocket
+from lockstep.distributed.control.transport import FramedSocket, encode
 from lockstep.launch.launch_config import LaunchConfig
-from lockstep.launch.rendezvous import RendezvousClient
+from lockstep.launch.rendezvous import RendezvousClient, RendezvousServer
 from lockstep.launch.rendezvous_state import GenerationOutcome, JobSpec, NodeInfo, RendezvousState
 
 DONE, FAILED = GenerationOutcome(0, ""), GenerationOutcome(9, "worker 0 ended with exit code 9")
@@ -270,3 +270,25 @@ def test_nodes_that_are_heard_for_a_day_stay():
     for _ in range(60):
         rendezvous.wait(1.5)
     assert rendezvous.ends()[1] == 75
+
+
+def test_other_nodes_learn_why_node_0_ended_though_it_ends_before_its_message_is_read():
+    spec = Rendezvous((2, 2)).spec
+    own = Peer(0, 1, "here", 1, information={"rank": 0, "host": "here", "port": 500})
+    server = RendezvousServer(spec, own, socket.create_server(("127.0.0.1", 0)), None, print)
+    server_end, client_end = socket.socketpair()
+    other = FramedSocket(client_end)
+    ended = encode({"kind": "ended", **asdict(GenerationOutcome(143, "it was asked to stop", False, True, True))})
+
+    def end():  # In the loop, which reads nothing meanwhile.
+        server._add(FramedSocket(server_end), NodeInfo("there", 1, 1, "there", 500))
+        server.connection.send(ended)
+        server._finish(75, "it has ended")
+
+    server._loop.call(end)
+    received = iter(lambda: other.wait(10), None)
+    end_message = next(message for message in received if message["kind"] == "end")
+    other.close()
+    server.stop(75, "")
+    server.connection.close()
+    assert end_message == {"kind": "end", "code": 143, "sentence": "node 0 (here, process 1): it was asked to stop"}
