@@ -7,7 +7,7 @@ import pytest
 
 import lockstep
 from lockstep.callbacks import BackupAndRestore, NanGuard, ThroughputMonitor
-from lockstep.execution.train_functions import StepHook
+from lockstep.execution.step_loop import StepHook
 from lockstep.fit.hooks import FitHook, entered
 
 from .monitoring.runs import STEPS, built, fit

@@ -139,16 +139,16 @@ FAULTS = [
     ),
     Mutant(
         "short-execution-lost",
-        "execution/train_functions.py",
+        "execution/step_loop.py",
         "break  # The input ends within the steps of one call.",
         "raise  # The input ends within the steps of one call.",
         "With steps_per_execution the last steps of an epoch are lost where the input ends within a call.",
     ),
     Mutant(
         "joined-though-hooked",
-        "execution/train_functions.py",
-        'if steps > 1 and kind == "train" and not self.hooks and (run := joined()):',
-        'if steps > 1 and kind == "train" and (run := joined()):',
+        "execution/step_loop.py",
+        'if self._kind == "train" and self._model.steps_per_execution > 1 and not self._hooks():',
+        'if self._kind == "train" and self._model.steps_per_execution > 1:',
         "Hooks do not see steps that are joined: a NaN goes through.",
     ),
     Mutant(
@@ -160,7 +160,7 @@ FAULTS = [
     ),
     Mutant(
         "input-error-drops-steps",
-        "execution/train_functions.py",
+        "execution/step_loop.py",
         "self._error = error",
         "raise",
         "Batches that were read before the input failed are not trained on.",

@@ -30,7 +30,8 @@ from lockstep.custom_loops.per_replica import (
 from lockstep.custom_loops.replica_runner import SyncPoint, sync
 from lockstep.execution.call_splitter import state_merge
 from lockstep.execution.replica import StateMerge, replica_seed
-from lockstep.execution.train_functions import is_in_step, trace_context
+from lockstep.execution.step_loop import trace_context
+from lockstep.execution.train_functions import is_in_step
 from lockstep.execution.train_state import dispatch_lock
 
 Value = TypeVar("Value")

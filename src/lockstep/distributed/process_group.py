@@ -36,7 +36,7 @@ from lockstep.distributed.control.control_client import MAIN, ControlClient
 from lockstep.distributed.control.failure_detector import WorkerStatus
 from lockstep.distributed.control.transport import as_text
 from lockstep.execution.spmd import PerDeviceProgram, to_per_device
-from lockstep.execution.train_functions import STATE, StepHook
+from lockstep.execution.step_loop import STATE, StepHook
 
 _PLAIN = (int, float, str, bool, type(None))
 _WRITING = (keras.callbacks.CSVLogger, keras.callbacks.TensorBoard, keras.callbacks.RemoteMonitor)

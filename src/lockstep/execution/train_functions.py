@@ -15,7 +15,6 @@ from typing import Any
 import jax
 import keras
 
-from lockstep._keras import trainer
 from lockstep._keras.graph import (
     clear_synchronized,
     forget_losses,
@@ -24,7 +23,6 @@ from lockstep._keras.graph import (
     unsynchronized_normalizations,
 )
 from lockstep._keras.patches import LAYER_CALL, STATELESS_CALL, patched_method
-from lockstep.data.keras_adapter import next_batch
 from lockstep.devices.names import device_name
 from lockstep.devices.placement import PlacedRows, Placement, is_rows
 from lockstep.execution.call_splitter import (
@@ -40,20 +38,9 @@ from lockstep.execution.executors import EagerExecutor, Executor, SpmdExecutor
 from lockstep.execution.nonfinite_gate import GatedStep
 from lockstep.execution.replica import StateMerge
 from lockstep.execution.spmd import SpmdForward
+from lockstep.execution.step_loop import KerasStep, StepHook, StepLoop, StepPrograms, first_result
 from lockstep.execution.train_state import dispatch_lock
 
-STATE = {
-    "train": ("trainable_variables", "non_trainable_variables", "optimizer_variables", "metrics_variables"),
-    "test": ("trainable_variables", "non_trainable_variables", "metrics_variables"),
-    "predict": ("trainable_variables", "non_trainable_variables"),
-}
-
-KerasStep = Callable[[Any, Any], tuple[Any, Any]]  # (state, data) -> (logs or outputs, state)
-
-
-# JAX caches traces of compiled functions, and these may ask for the strategy or the replica. This context is part of the cache's key:
-# the number of replicas in a scope, the trace of one replica in ``run``, and None in a step, as without a strategy.
-trace_context = jax.make_user_context(None)
 _in_step = ContextVar("_in_step", default=False)
 
 
@@ -70,50 +57,6 @@ def in_step() -> Iterator[None]:
 def is_in_step() -> bool:
     """Return whether a Keras step is being traced or run: a loss there is that of all rows, and losses of layers are averaged already."""
     return _in_step.get()
-
-
-class StepHook:
-    """Methods that :class:`StepFunctions` calls around each step of a model, in the thread that starts it. The base class does nothing.
-
-    Methods named ``on_…`` are called in the order of ``StepFunctions.hooks``. Methods that may return a replacement are called in the
-    reverse order, as the last hook is nearest to the step, until one does not return None.
-    """
-
-    def replayed_logs(self) -> Any:
-        """Return the logs of a training step that an earlier process has done, to skip the step; None: do the step.
-
-        Raises:
-            StopIteration: the earlier process has found the end of the input here.
-        """
-        return None
-
-    def on_fetch(self) -> None:
-        """Called before the next batch is fetched from the input."""
-
-    def on_step_start(self, model: keras.Model, kind: str, batch: Any) -> None:
-        """Called before a step of ``kind`` ("train", "test" or "predict") is started, or compiled first."""
-
-    def replaced_step(self, gated_step: Callable[[], GatedStep]) -> KerasStep | None:
-        """Return a function that does the next training step in place of the compiled step; None: keep the compiled step.
-
-        Args:
-            gated_step: returns the compiled step with a :class:`NonFiniteGate`, and compiles it when it is first called.
-        """
-        return None
-
-    def on_step_end(self, model: keras.Model, kind: str, state: Any, logs: Any) -> None:
-        """Called after a step was started; ``state`` and ``logs`` (or outputs) are its results, which may not be computed yet."""
-
-    def on_pause(self) -> None:
-        """Called before other work than a step, which may take as long as compiling does."""
-
-    def allows_checkpoint(self) -> bool:
-        """Return whether a checkpoint may be written now."""
-        return True
-
-    def newest_state(self) -> Any:
-        """Return the newest training state if other processes hold it, else None; called before a checkpoint."""
-        return None
 
 
 class StepFunctions:
@@ -162,57 +105,12 @@ class StepFunctions:
 
     def newest_state(self) -> Any:
         """Return the newest training state if other processes hold it, else None."""
-        return _first_result([hook.newest_state for hook in reversed(self.hooks)])
+        return first_result([hook.newest_state for hook in reversed(self.hooks)])
 
-    def make(self, kind: str) -> Callable[[Any, Iterator[Any]], tuple[Any, Any]]:
+    def make(self, kind: str) -> StepLoop:
         """Return the function for ``kind`` ("train", "test" or "predict") of the model as it is compiled now."""
-        step, gated = self._compile_step(kind), functools.cache(self._compile_gated_step)
-        joined = functools.cache(self._compile_joined_step)
-        combine = _concatenated if kind == "predict" else _last
-        last = None  # result of the last step
-
-        def function(state: Any, iterator: Iterator[Any]) -> tuple[Any, Any]:
-            nonlocal last
-            if kind == "train" and (logs := self._replayed_logs()) is not None:
-                return logs, state
-            batches, steps, results = _Batches(iterator), self.model.steps_per_execution, []
-            try:
-                if steps > 1 and kind == "train" and not self.hooks and (run := joined()):
-                    together = batches.take_alike(steps, last)
-                    if together:
-                        with trace_context(None):
-                            last, state = run(state, together)
-                        return last, state
-                for position in range(steps):
-                    for hook in self.hooks:
-                        hook.on_fetch()
-                    try:
-                        batch = batches.take(last)
-                    except StopIteration:
-                        if position:
-                            break  # The input ends within the steps of one call.
-                        raise
-                    for hook in self.hooks:
-                        hook.on_step_start(self.model, kind, batch)
-                    with trace_context(None):
-                        replaced = self._replaced_step(gated) if kind == "train" else None
-                        last, state = (replaced or step)(state, batch)
-                    for hook in self.hooks:
-                        hook.on_step_end(self.model, kind, state, last)
-                    results.append(last)
-            except BaseException as error:
-                _explain_memory(error)
-                trainer.write_back_values(self.model, STATE[kind], state)
-                raise
-            return combine(results), state
-
-        return function
-
-    def _replayed_logs(self) -> Any:
-        return _first_result([hook.replayed_logs for hook in reversed(self.hooks)])
-
-    def _replaced_step(self, gated: Callable[[], GatedStep]) -> KerasStep | None:
-        return _first_result([functools.partial(hook.replaced_step, gated) for hook in reversed(self.hooks)])
+        gated, joined = functools.cache(self._compile_gated_step), functools.cache(self._compile_joined_step)
+        return StepLoop(self.model, kind, StepPrograms(self._compile_step(kind), gated, joined), lambda: self.hooks)
 
     def _compile_step(self, kind: str) -> KerasStep:
         executor = self._select_executor()
@@ -264,45 +162,6 @@ class StepFunctions:
             )
             stack.enter_context(patched_method(LAYER_CALL, models, interceptor.wrap_direct_call))
             yield
-
-
-class _Batches:
-    """The batches of one call of a function.
-
-    Args:
-        iterator: what Keras passed to the function.
-    """
-
-    def __init__(self, iterator: Iterator[Any]) -> None:
-        self._iterator = iterator
-        self._ahead: list[Any] = []
-        self._error: BaseException | None = None
-
-    def take(self, after: Any) -> Any:
-        """Return the next batch; ``after`` is the result of the last step."""
-        if self._ahead:
-            return self._ahead.pop(0)
-        if self._error is not None:
-            raise self._error
-        return next_batch(self._iterator, after)
-
-    def take_alike(self, count: int, after: Any) -> tuple[Any, ...] | None:
-        """Return the next ``count`` batches if all have the same shapes; else None, and ``take`` returns them, then the error if there was one."""
-        try:
-            while len(self._ahead) < count:
-                self._ahead.append(next_batch(self._iterator, after))
-        except BaseException as error:  # It is raised after the steps before it.
-            self._error = error
-            return None
-        if len({_kind(batch) for batch in self._ahead}) > 1:
-            return None
-        found, self._ahead = tuple(self._ahead), []
-        return found
-
-
-def _kind(batch: Any) -> Any:
-    leaves, structure = jax.tree.flatten(batch)
-    return structure, *map(jax.typeof, leaves)
 
 
 class _ForwardInterceptor:
@@ -434,29 +293,3 @@ def _keras_step(model: keras.Model, kind: str) -> KerasStep:
         return outputs, (state[0], non_trainable)
 
     return predict_step
-
-
-def _first_result(calls: Iterable[Callable[[], Any]]) -> Any:
-    """Return the first result that is not None. A StopIteration of a call propagates, as it would not from a generator."""
-    for call in calls:
-        found = call()
-        if found is not None:
-            return found
-    return None
-
-
-def _explain_memory(error: BaseException) -> None:
-    """Add to an error what to do, if it says that a device has no memory."""
-    if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error):
-        error.add_note(
-            "lockstep: a device ran out of memory in this step. Fix: a smaller batch_size, which lockstep.batch_size_finder finds; on "
-            'several devices also shard="variables", with recompute="blocks".'
-        )
-
-
-def _last(results: list[Any]) -> Any:
-    return results[-1]
-
-
-def _concatenated(results: list[Any]) -> Any:
-    return results[0] if len(results) == 1 else jax.tree.map(lambda *parts: jax.numpy.concatenate(parts), *results)

@@ -36,7 +36,7 @@ from lockstep.distributed.resolvers import (
     resolve,
 )
 from lockstep.execution.gathered_variables import Recompute
-from lockstep.execution.train_functions import StepHook
+from lockstep.execution.step_loop import StepHook
 from lockstep.strategies.base import Strategy
 from lockstep.strategies.setup import (
     StrategyOptions,

@@ -25,7 +25,8 @@ from lockstep.data.keras_adapter import KerasInput
 from lockstep.data.pass_iterator import InputState, capture_random_state, restore_random_state
 from lockstep.doctor.base import FitCall, doctor_enabled
 from lockstep.doctor.data_checks import FitRecord, check_changed_batch, fit_record, learning_rate_of
-from lockstep.execution.train_functions import StepFunctions, StepHook
+from lockstep.execution.step_loop import StepHook
+from lockstep.execution.train_functions import StepFunctions
 from lockstep.fit.checkpointing.backup_and_restore import BackupAndRestore
 from lockstep.fit.checkpointing.model_state import (
     MetadataCheck,

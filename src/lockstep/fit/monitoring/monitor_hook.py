@@ -24,7 +24,7 @@ from lockstep.data.fit_entry import ProcessGroup, callbacks_in
 from lockstep.data.keras_adapter import KerasInput
 from lockstep.data.prefetch import WaitMeter
 from lockstep.distributed.control.failure_detector import WorkerStatus, summary_of
-from lockstep.execution.train_functions import StepHook
+from lockstep.execution.step_loop import StepHook
 from lockstep.fit.checkpointing.backup_and_restore import BackupAndRestore
 from lockstep.fit.hooks import FitContext, single_callback
 from lockstep.fit.monitoring.step_timer import (

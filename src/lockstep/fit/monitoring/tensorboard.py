@@ -24,7 +24,7 @@ from lockstep._errors import OptionError, file_path, flag, shown, whole_number
 from lockstep._files import open_own, open_to_read
 from lockstep._keras import trainer
 from lockstep.distributed.control.failure_detector import summary_of
-from lockstep.execution.train_functions import StepHook
+from lockstep.execution.step_loop import StepHook
 from lockstep.fit.monitoring.step_timer import NAMES, Attachment, MonitorCallback, StepTimer, TimerReading, numbers_of
 
 BUCKETS = 30  # of a histogram, as in TensorFlow

@@ -16,7 +16,8 @@ import numpy as np
 
 from lockstep._errors import NonFiniteError, OptionError, one_of, outside_of_strategy, whole_number
 from lockstep.execution.nonfinite_gate import GatedStep, NonFiniteGate
-from lockstep.execution.train_functions import StepFunctions, StepHook
+from lockstep.execution.step_loop import StepHook
+from lockstep.execution.train_functions import StepFunctions
 from lockstep.fit.checkpointing.model_state import KINDS, variables_of
 from lockstep.fit.hooks import FitContext, single_callback
 from lockstep.fit.nan_guard.diagnosis import Diagnosis, describe_nonfinite, diagnose

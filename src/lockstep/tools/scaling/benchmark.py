@@ -28,7 +28,7 @@ from lockstep.collectives import ALGORITHMS, CrossDeviceOps
 from lockstep.collectives.cost_model import FORMULAS, AllReduceMeasurement
 from lockstep.data.prefetch import WaitMeter, collect_meters
 from lockstep.devices.cpu_devices import reserve_devices
-from lockstep.execution.train_functions import STATE
+from lockstep.execution.step_loop import STATE
 from lockstep.strategies.base import Strategy
 from lockstep.strategies.mirrored import MirroredStrategy
 from lockstep.strategies.setup import override_devices

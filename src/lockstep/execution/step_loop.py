@@ -1,0 +1,217 @@
+"""The loop over the steps of one call of Keras's train, test or predict function, with the hooks around each step.
+
+Keras calls the function once a step, or once for ``steps_per_execution`` steps; callbacks run between two calls. The order within a
+step: ``on_fetch``, the next batch, ``on_step_start``, the step or its replacement, ``on_step_end``.
+"""
+
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import keras
+
+from lockstep._keras import trainer
+from lockstep.data.keras_adapter import next_batch
+from lockstep.execution.nonfinite_gate import GatedStep
+
+STATE = {
+    "train": ("trainable_variables", "non_trainable_variables", "optimizer_variables", "metrics_variables"),
+    "test": ("trainable_variables", "non_trainable_variables", "metrics_variables"),
+    "predict": ("trainable_variables", "non_trainable_variables"),
+}
+
+KerasStep = Callable[[Any, Any], tuple[Any, Any]]  # (state, data) -> (logs or outputs, state)
+JoinedStep = Callable[
+    [Any, tuple[Any, ...]], tuple[Any, Any]
+]  # (state, data of each step) -> (logs of the last step, state)
+
+# JAX caches traces of compiled functions, and these may ask for the strategy or the replica. This context is part of the cache's key:
+# the number of replicas in a scope, the trace of one replica in ``run``, and None in a step, as without a strategy.
+trace_context = jax.make_user_context(None)
+
+
+class StepHook:
+    """Methods that :class:`StepFunctions` calls around each step of a model, in the thread that starts it. The base class does nothing.
+
+    Methods named ``on_…`` are called in the order of ``StepFunctions.hooks``. Methods that may return a replacement are called in the
+    reverse order, as the last hook is nearest to the step, until one does not return None.
+    """
+
+    def replayed_logs(self) -> Any:
+        """Return the logs of a training step that an earlier process has done, to skip the step; None: do the step.
+
+        Raises:
+            StopIteration: the earlier process has found the end of the input here.
+        """
+        return None
+
+    def on_fetch(self) -> None:
+        """Called before the next batch is fetched from the input."""
+
+    def on_step_start(self, model: keras.Model, kind: str, batch: Any) -> None:
+        """Called before a step of ``kind`` ("train", "test" or "predict") is started, or compiled first."""
+
+    def replaced_step(self, gated_step: Callable[[], GatedStep]) -> KerasStep | None:
+        """Return a function that does the next training step in place of the compiled step; None: keep the compiled step.
+
+        Args:
+            gated_step: returns the compiled step with a :class:`NonFiniteGate`, and compiles it when it is first called.
+        """
+        return None
+
+    def on_step_end(self, model: keras.Model, kind: str, state: Any, logs: Any) -> None:
+        """Called after a step was started; ``state`` and ``logs`` (or outputs) are its results, which may not be computed yet."""
+
+    def on_pause(self) -> None:
+        """Called before other work than a step, which may take as long as compiling does."""
+
+    def allows_checkpoint(self) -> bool:
+        """Return whether a checkpoint may be written now."""
+        return True
+
+    def newest_state(self) -> Any:
+        """Return the newest training state if other processes hold it, else None; called before a checkpoint."""
+        return None
+
+
+@dataclass(frozen=True)
+class StepPrograms:
+    """The programs of the steps of one kind.
+
+    Args:
+        step: the step.
+        gated: returns the training step with a gate, and compiles it when it is first called.
+        joined: returns a program for several training steps at once, and compiles it when it is first called; None: there is none.
+    """
+
+    step: KerasStep
+    gated: Callable[[], GatedStep]
+    joined: Callable[[], JoinedStep | None]
+
+
+class StepLoop:
+    """Function that runs the steps of one kind, as Keras calls it: ``(state, iterator) -> (logs or outputs, state)``.
+
+    Args:
+        model: a Keras model.
+        kind: "train", "test" or "predict".
+        programs: the compiled steps.
+        hooks: returns the hooks that are called now, in their order.
+    """
+
+    def __init__(
+        self, model: keras.Model, kind: str, programs: StepPrograms, hooks: Callable[[], tuple[StepHook, ...]]
+    ) -> None:
+        self._model, self._kind, self._programs, self._hooks = model, kind, programs, hooks
+        self._last: Any = None  # result of the last step
+
+    def __call__(self, state: Any, iterator: Iterator[Any]) -> tuple[Any, Any]:
+        """Run the steps of one call; return the logs of the last one, or the outputs of all, and the new state."""
+        if self._kind == "train":
+            logs = first_result(hook.replayed_logs for hook in reversed(self._hooks()))
+            if logs is not None:
+                return logs, state
+        batches, results = _Batches(iterator), []
+        try:
+            if (joined := self._joined()) and (
+                together := batches.take_alike(self._model.steps_per_execution, self._last)
+            ):
+                with trace_context(None):
+                    self._last, state = joined(state, together)
+                return self._last, state
+            for position in range(self._model.steps_per_execution):
+                for hook in self._hooks():
+                    hook.on_fetch()
+                try:
+                    batch = batches.take(self._last)
+                except StopIteration:
+                    if position:
+                        break  # The input ends within the steps of one call.
+                    raise
+                for hook in self._hooks():
+                    hook.on_step_start(self._model, self._kind, batch)
+                with trace_context(None):
+                    self._last, state = (self._replaced_step() or self._programs.step)(state, batch)
+                for hook in self._hooks():
+                    hook.on_step_end(self._model, self._kind, state, self._last)
+                results.append(self._last)
+        except BaseException as error:
+            _explain_memory(error)
+            trainer.write_back_values(self._model, STATE[self._kind], state)
+            raise
+        return (_concatenated(results) if self._kind == "predict" else self._last), state
+
+    def _joined(self) -> JoinedStep | None:
+        """Return the program for all training steps of a call, if there is one and no hook has to see each step."""
+        if self._kind == "train" and self._model.steps_per_execution > 1 and not self._hooks():
+            return self._programs.joined()
+        return None
+
+    def _replaced_step(self) -> KerasStep | None:
+        if self._kind != "train":
+            return None
+        gated = self._programs.gated
+        return first_result(functools.partial(hook.replaced_step, gated) for hook in reversed(self._hooks()))
+
+
+class _Batches:
+    """The batches of one call of a function.
+
+    Args:
+        iterator: what Keras passed to the function.
+    """
+
+    def __init__(self, iterator: Iterator[Any]) -> None:
+        self._iterator = iterator
+        self._ahead: list[Any] = []
+        self._error: BaseException | None = None
+
+    def take(self, after: Any) -> Any:
+        """Return the next batch; ``after`` is the result of the last step."""
+        if self._ahead:
+            return self._ahead.pop(0)
+        if self._error is not None:
+            raise self._error
+        return next_batch(self._iterator, after)
+
+    def take_alike(self, count: int, after: Any) -> tuple[Any, ...] | None:
+        """Return the next ``count`` batches if all have the same shapes; else None, and ``take`` returns them, then the error if there was one."""
+        try:
+            while len(self._ahead) < count:
+                self._ahead.append(next_batch(self._iterator, after))
+        except BaseException as error:  # It is raised after the steps before it.
+            self._error = error
+            return None
+        if len({_kind(batch) for batch in self._ahead}) > 1:
+            return None
+        found, self._ahead = tuple(self._ahead), []
+        return found
+
+
+def _kind(batch: Any) -> Any:
+    leaves, structure = jax.tree.flatten(batch)
+    return structure, *map(jax.typeof, leaves)
+
+
+def first_result(calls: Iterable[Callable[[], Any]]) -> Any:
+    """Return the first result that is not None. A StopIteration of a call propagates, as it would not from a generator."""
+    for call in calls:
+        found = call()
+        if found is not None:
+            return found
+    return None
+
+
+def _explain_memory(error: BaseException) -> None:
+    """Add to an error what to do, if it says that a device has no memory."""
+    if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error):
+        error.add_note(
+            "lockstep: a device ran out of memory in this step. Fix: a smaller batch_size, which lockstep.batch_size_finder finds; on "
+            'several devices also shard="variables", with recompute="blocks".'
+        )
+
+
+def _concatenated(results: list[Any]) -> Any:
+    return results[0] if len(results) == 1 else jax.tree.map(lambda *parts: jax.numpy.concatenate(parts), *results)
