@@ -231,31 +231,49 @@ class InputFactory:
             given = call.arguments
             if isinstance(given.get("x"), KerasInput) or trainer.is_nested_evaluation(given.get("kwargs", {})):
                 return original(*call.args, **call.kwargs)
-            check_call(name, given)
-            with ExitStack() as stack:
-                make = functools.partial(self._input, model, report, name == "fit")
-                if name == "fit":
-                    _split_validation(given)
-                    if not trainer.has_own(model, "evaluate"):  # A user's evaluate gets the data as given.
-                        _wrap_validation(
-                            given, lambda *data, **rest: stack.enter_context(_closing(make(*data, **rest)))
-                        )
-                data = [given.pop(argument, None) for argument in ("x", "y", "sample_weight")]
-                options = {argument: given.pop(argument, None) for argument in ("class_weight", "batch_size")}
-                options["shuffle"] = given.pop("shuffle", True) if name == "fit" else False
-                on_first = self._observer.observe_fit(model, tuple(data), given | options) if name == "fit" else None
-                made = make(*data, steps_per_epoch=given.get(_STEPS[name]), on_first_batch=on_first, **options)
-                given["x"] = stack.enter_context(_closing(made))
-                stack.enter_context(self._process_group.surround_call(model, name, given, options["batch_size"]))
-
-                def proceed() -> Any:
-                    around = self._around_fit(model, given) if name == "fit" else nullcontext()
-                    with around, _explained_without_batches(name, made):
-                        return original(*call.args, **call.kwargs)
-
-                return self._process_group.run_call(model, name, given, proceed)
+            return self._run_call(model, name, call, original, report)
 
         return interceptable(model, method) if name == "fit" else method
+
+    def _run_call(
+        self,
+        model: keras.Model,
+        name: str,
+        call: inspect.BoundArguments,
+        original: Callable[..., Any],
+        report: Report,
+    ) -> Any:
+        """Check the arguments of a call and wrap its data; then run Keras's method, with the hooks around it."""
+        given = call.arguments
+        check_call(name, given)
+        batch_size = given.get("batch_size")
+        with ExitStack() as stack:
+            opened = self._open_inputs(model, name, given, report, stack)
+            stack.enter_context(self._process_group.surround_call(model, name, given, batch_size))
+
+            def proceed() -> Any:
+                around = self._around_fit(model, given) if name == "fit" else nullcontext()
+                with around, _explained_without_batches(name, opened):
+                    return original(*call.args, **call.kwargs)
+
+            return self._process_group.run_call(model, name, given, proceed)
+
+    def _open_inputs(
+        self, model: keras.Model, name: str, given: dict[str, Any], report: Report, stack: ExitStack
+    ) -> KerasInput:
+        """Replace the data in ``given`` by inputs, which ``stack`` closes; return the one for x."""
+        make = functools.partial(self._input, model, report, name == "fit")
+        if name == "fit":
+            _split_validation(given)
+            if not trainer.has_own(model, "evaluate"):  # A user's evaluate gets the data as given.
+                _wrap_validation(given, lambda *data, **rest: stack.enter_context(_closing(make(*data, **rest))))
+        data = [given.pop(argument, None) for argument in ("x", "y", "sample_weight")]
+        options = {argument: given.pop(argument, None) for argument in ("class_weight", "batch_size")}
+        options["shuffle"] = given.pop("shuffle", True) if name == "fit" else False
+        on_first = self._observer.observe_fit(model, tuple(data), given | options) if name == "fit" else None
+        made = make(*data, steps_per_epoch=given.get(_STEPS[name]), on_first_batch=on_first, **options)
+        given["x"] = opened = stack.enter_context(_closing(made))
+        return opened
 
     def _wrap_own(
         self, model: keras.Model, name: str, method: Callable[..., Any], report: Report
