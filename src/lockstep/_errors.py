@@ -149,6 +149,16 @@ def shown(value: object) -> str:
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}…"
 
 
+def describe_error(error: BaseException) -> str:
+    """Return the text of an error of Lockstep, and any other error with its type.
+
+    Example:
+        >>> describe_error(OptionError("batch_size: expected 1 or more, got 0.")), describe_error(KeyError("x"))
+        ('batch_size: expected 1 or more, got 0.', "KeyError: 'x'")
+    """
+    return str(error) if isinstance(error, LockstepError) else f"{type(error).__name__}: {error}"
+
+
 def whole_number(name: str, value: object, minimum: int | None = 1, maximum: int | None = None) -> int:
     """Return ``value`` as an int if it is a whole number from ``minimum`` to ``maximum``, also of NumPy; None: no limit.
 

@@ -136,6 +136,20 @@ def test_export_is_read_by_the_library_of_its_format(format_name, tmp_path):
         np.testing.assert_array_equal(found[name], array.astype(np.float32) if is_wider else array, strict=True)
 
 
+@pytest.mark.parametrize("format_name", [name for name in FORMATS if name != "orbax"], indirect=True)
+def test_a_file_that_is_exported_is_on_the_disk_and_can_be_read_by_others(format_name, tmp_path, monkeypatch):
+    synced, fsync = [], os.fsync
+    monkeypatch.setattr(os, "fsync", lambda file: (synced.append(os.fstat(file).st_ino), fsync(file)))
+    mask = os.umask(0o022)
+    try:
+        export(loaded_of(small(8), tmp_path), tmp_path / "exported", format_name)
+    finally:
+        os.umask(mask)
+    found = (tmp_path / "exported").stat()
+    assert found.st_ino in synced
+    assert found.st_mode & 0o777 == 0o644
+
+
 def test_import_refuses_an_export_of_some_arrays(format_name, tmp_path, capsys):
     store_in(tmp_path / "runs", 7)
     said(capsys, "export", tmp_path / "runs", tmp_path / "some", "--format", format_name, "--only", "model/*")

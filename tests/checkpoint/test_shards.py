@@ -7,6 +7,7 @@ import os
 import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -72,7 +73,7 @@ def write(directory, *steps, keep=3):
         token = shared_token(directory, is_chief=process == 0, gather=gather)
         try:
             for step in steps:
-                ShardedStore(store, process, token, gather).write(step, split(small(step), process))
+                ShardedStore(store, process, token, gather).write_from(step, partial(split, small(step), process))
         finally:
             store.close()
 
@@ -202,6 +203,24 @@ def test_an_error_of_one_process_is_that_of_all_and_leaves_the_older_checkpoints
     monkeypatch.setattr(CheckpointStore, "write_part", full)
     assert {str(error) for error in write(tmp_path, 2)} == {"worker 2: the disk is full"}
     assert names_in(tmp_path) == ["step-000000001"]
+
+
+def test_a_process_that_cannot_make_its_content_takes_part_in_the_next_checkpoint(tmp_path):
+    def both_steps(process, gather):
+        def make():
+            if process == 1:
+                raise MemoryError("no room for a copy")
+            return split(small(1), process)
+
+        store = CheckpointStore(tmp_path, log=silent)
+        sharded = ShardedStore(store, process, shared_token(tmp_path, is_chief=process == 0, gather=gather), gather)
+        with pytest.raises(CheckpointError, match="worker 1: MemoryError: no room for a copy"):
+            sharded.write_from(1, make)
+        sharded.write_from(2, partial(split, small(2), process))
+        store.close()
+
+    assert Group().run(both_steps) == [None] * PROCESSES
+    assert names_in(tmp_path) == ["step-000000002"]
 
 
 def test_an_error_of_the_chief_is_that_of_all(tmp_path, monkeypatch):

@@ -26,3 +26,11 @@ def test_an_eager_step_leaves_its_values_on_one_device_and_they_are_compared(dev
     assert list(expected[0]) == ["kernel", "bias"]
     assert told([jax.device_put(array, jax.devices()[0]) for array in (KERNEL, BIAS)], placement) == expected
     assert told(placement.put([KERNEL + 1, BIAS]), placement) != expected
+
+
+def test_both_parts_of_complex_numbers_are_compared():
+    placement = placement_on(jax.devices()[:2], 2)
+    first, *others = (
+        told(placement.put([KERNEL.astype("complex64") + change, BIAS]), placement) for change in (0, 1, 1j)
+    )
+    assert first not in others

@@ -7,6 +7,7 @@ import pytest
 
 from lockstep import ClusterError
 from lockstep.distributed import jax_init
+from lockstep.distributed.cluster.addresses import split_address
 from lockstep.distributed.cluster.env_reader import NetworkOptions
 from lockstep.distributed.cluster.membership import WorkerGroup
 from lockstep.distributed.control.handshake import open_listener
@@ -120,6 +121,21 @@ def test_a_listener_is_at_the_address_that_was_set():
     host = own_host()
     with open_listener("a-name:12421", NetworkOptions(bind_host=host), str) as listener:
         assert listener.getsockname() == (host, 12421)
+
+
+def test_a_listener_at_all_ipv6_addresses_takes_ipv4_too():
+    if not socket.has_dualstack_ipv6():
+        pytest.skip("this machine has no IPv6")
+    with socket.create_server(("", 0)) as free:
+        port = free.getsockname()[1]
+    with open_listener(f"a-name:{port}", NetworkOptions(bind_host="::", is_open=True), str) as listener:
+        socket.create_connection(("127.0.0.1", listener.getsockname()[1]), 5).close()
+
+
+@pytest.mark.parametrize("host", ["worker-0..svc", ".svc", "x" * 64])
+def test_a_name_that_no_lookup_accepts_is_no_address(host):
+    with pytest.raises(ClusterError, match="expected an address such as"):
+        split_address("TF_CONFIG", f"{host}:12421")
 
 
 @pytest.mark.parametrize("nodes", [("--hosts", "192.0.2.1,192.0.2.2"), ("--nnodes", "1:2", "--coordinator", ELSEWHERE)])

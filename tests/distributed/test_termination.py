@@ -67,6 +67,27 @@ def test_an_error_before_the_workers_have_met_has_its_own_code(capfd):
     assert ending(ValueError("no")) == [13]
 
 
+def test_a_process_that_catches_the_error_of_its_job_ends_by_itself(monkeypatch, capfd):
+    """A program that trains alone after it could not join: only the error of the job itself ends as one of a job."""
+    session, codes, seen, error = FakeSession(OWN), [], [], ClusterError("worker 1 did not join", 75)
+    session.leave = seen.append
+    monkeypatch.setattr(sys, "excepthook", lambda *raised: seen.append(raised[1]))
+    guard = ExitGuard(session, grace_seconds=0, end=codes.append)
+    guard.install()
+    guard.leave_after(error)
+    assert session.said == ["ClusterError: worker 1 did not join"]
+    assert seen == [0]
+    other = ValueError("a later one")
+    sys.excepthook(ValueError, other, None)
+    assert (codes, seen) == ([], [0, other])
+    outer = RuntimeError("could not train")
+    outer.__cause__ = error
+    sys.excepthook(RuntimeError, outer, None)
+    assert codes == [13]
+    guard.on_failure(DIED)
+    assert codes == [13]
+
+
 def test_what_was_there_before_is_called_and_given_back(monkeypatch):
     seen = []
     monkeypatch.setattr(sys, "excepthook", lambda *error: seen.append(error))

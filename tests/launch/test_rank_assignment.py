@@ -12,7 +12,7 @@ from lockstep._errors import ClusterError, OptionError
 from lockstep.distributed import jax_init
 from lockstep.distributed.cluster import env_reader
 from lockstep.distributed.cluster.env_reader import gpu_files, has_accelerators, job_generation, visible_gpus
-from lockstep.distributed.jax_init import share_of_gpus
+from lockstep.distributed.jax_init import _idle_gpus, share_of_gpus
 from lockstep.launch.launch_config import LaunchConfig
 from lockstep.launch.local_workers import RestartBudget
 from lockstep.launch.rank_assignment import RankAssignment, find_node_rank, reserved_addresses
@@ -152,6 +152,10 @@ def test_workers_share_the_gpus_that_all_of_them_may_open():
     assert [share_of_gpus([alike, alike], index) for index in range(2)] == [[0], [1]]
     assert [share_of_gpus([alike, others], index) for index in range(2)] == [None, None]
     assert share_of_gpus([alike, alike, others, others], 3) == [1]
+
+
+def test_gpus_that_no_worker_gets_are_counted():
+    assert [_idle_gpus([("a", "0,1,2")] * workers, 0) for workers in (2, 3)] == [1, 0]
 
 
 @pytest.mark.parametrize(("others", "refused"), [([["0 here"], ["0 here"]], True), ([["0 here"], ["0 there"]], False)])

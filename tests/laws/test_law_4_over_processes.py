@@ -25,7 +25,10 @@ def test_each_row_once_an_epoch_and_who_reads_something_else_is_named(job, worke
         "other_order": f'"batch 2 of generator \'generator\'": {odd}: it has "',
         "fewer_batches": f"'fit()': {odd} in 'arguments.batches of x': it has 4, ",
         "fewer_of_a_generator": f'"batch 7 of generator \'generator\'": {odd}: it has "the end", ',
-        "more_of_a_function": f'"batch 7 of function \'<lambda>\'": {odd}: it has "a batch", ',
+        "more_of_a_function": f'"batch 7 of function \'<lambda>\'": {odd}: it has "8 rows", ',
+        "fewer_rows": f"'batch 5 of ndarray': {odd}: it has \"",
+        "fewer_rows_of_a_function": f'"batch 5 of function \'<lambda>\'": {odd}: it has "7 rows", ',
+        "fewer_validation_batches": f"'fit()': {odd} in 'arguments.batches of validation_data': it has 4, ",
         "other_validation": f"'batch 1 of ndarray': {odd}: it has \"",
     }
     for key, sentence in expected.items():

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
-from lockstep._errors import CheckpointError, LockstepError
+from lockstep._errors import CheckpointError, describe_error
 from lockstep._logging import WaitLogger, log_info
 
 _POLL_SECONDS = 1.0  # between log lines of a wait; the event itself wakes the waiting thread at once
@@ -25,8 +25,8 @@ class Store(Protocol):
     def steps(self) -> list[int]:
         """Return the steps of all checkpoints, in order."""
 
-    def write(self, step: int, snapshot: Any) -> object:
-        """Write a checkpoint."""
+    def write_from(self, step: int, make_snapshot: Callable[[], Any]) -> None:
+        """Make the content of a checkpoint, and write it."""
 
 
 class BackgroundWriter:
@@ -163,9 +163,8 @@ class BackgroundWriter:
 
     def _write(self, step: int, make_snapshot: Callable[[], Any]) -> BaseException | None:
         try:
-            self.store.write(step, make_snapshot())
+            self.store.write_from(step, make_snapshot)
         except BaseException as error:  # Training continues after any error, and later checkpoints are written.
-            kind = "" if isinstance(error, LockstepError) else f"{type(error).__name__}: "
-            self._log(f"the checkpoint of step {step} was not written, and training continues: {kind}{error}")
+            self._log(f"the checkpoint of step {step} was not written, and training continues: {describe_error(error)}")
             return error
         return None

@@ -13,7 +13,9 @@ Each format has the arrays under their names. A dtype that its readers do not kn
 
 import fnmatch
 import importlib
+import io
 import os
+import stat
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -249,7 +251,17 @@ def _write_safetensors(path: Path, arrays: Arrays, manifest: bytes | None) -> No
         )
     metadata = None if manifest is None else {_KEY: manifest.decode()}
     readable = {name: _without_rare_dtypes(array) for name, array in arrays.items()}
-    replace_file(path, lambda file: safetensors.save_file(readable, file.name, metadata), is_synced=True)
+
+    def write(file: io.BufferedWriter) -> None:
+        mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+        safetensors.save_file(
+            readable, file.name, metadata
+        )  # It replaces the file by another one, which only the owner reads.
+        with open(file.name, "rb") as written:
+            os.fchmod(written.fileno(), mode)
+            os.fsync(written.fileno())
+
+    replace_file(path, write, is_synced=True)
 
 
 def _without_rare_dtypes(array: np.ndarray) -> np.ndarray:

@@ -22,7 +22,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from lockstep._errors import CheckpointError, LockstepError, OptionError, file_path, whole_number
+from lockstep._errors import CheckpointError, OptionError, describe_error, file_path, whole_number
 from lockstep._files import make_directory, open_own, publish, remove, sweep
 from lockstep._logging import log_info
 from lockstep.checkpoint import format
@@ -227,6 +227,10 @@ class CheckpointStore:
             self._log_errors(lambda: remove(self.directory, self._outdated(path)))
             self._report_newer(step)
         return path
+
+    def write_from(self, step: int, make_snapshot: Callable[[], Snapshot]) -> None:
+        """Make the content of a checkpoint and write it, as :meth:`write` does."""
+        self.write(step, make_snapshot())
 
     def write_part(self, name: str, step: int, snapshot: Snapshot) -> str:
         """Write the shards of one process; needs no lock, as no other process writes under the same name.
@@ -465,23 +469,24 @@ class ShardedStore:
         """The steps of all checkpoints, in order."""
         return self.store.steps()
 
-    def write(self, step: int, snapshot: ShardedSnapshot) -> None:
+    def write_from(self, step: int, make_snapshot: Callable[[], ShardedSnapshot]) -> None:
         """Write this process's shards, and wait until the checkpoint is complete; all processes call this.
 
         Args:
             step: number of steps that were trained.
-            snapshot: the content.
+            make_snapshot: returns the content.
 
         Raises:
             CheckpointError: a process could not write its part, or the chief the checkpoint. Every process gets the error.
         """
         topic, own = f"the checkpoint of step {step}", self._part(step, self.process)
+        made: list[ShardedSnapshot] = []
         try:
-            written = self.gather(f"{topic}, shards", self._write_part(own, step, snapshot.shards))
+            written = self.gather(f"{topic}, shards", self._write_part(own, step, make_snapshot, made))
             problem = next((f"worker {n}: {each['error']}" for n, each in enumerate(written) if "error" in each), None)
-            if problem is None and snapshot.whole is not None:
+            if problem is None and made[0].whole is not None:
                 parts = [(self._part(step, n), each["sha256"]) for n, each in enumerate(written)]
-                problem = self._write_whole(step, snapshot.whole, parts)
+                problem = self._write_whole(step, made[0].whole, parts)
             problem = self.gather(f"{topic}, outcome", problem)[0]
         finally:
             shutil.rmtree(own, ignore_errors=True)
@@ -491,17 +496,20 @@ class ShardedStore:
     def _part(self, step: int, process: int) -> Path:
         return self.directory / f".{PART}{process}-of-{step:09}-{self.token}"
 
-    # An error is returned, as the other processes wait for the outcome.
+    # Any error is returned, as the other processes wait for the outcome.
 
-    def _write_part(self, path: Path, step: int, shards: Mapping[str, Sequence[ArrayShard]]) -> dict[str, str]:
+    def _write_part(
+        self, path: Path, step: int, make_snapshot: Callable[[], ShardedSnapshot], made: list[ShardedSnapshot]
+    ) -> dict[str, str]:
         try:
-            return {"sha256": self.store.write_part(path.name, step, Snapshot(*pack(shards)))}
-        except LockstepError as error:
-            return {"error": str(error)}
+            made.append(make_snapshot())
+            return {"sha256": self.store.write_part(path.name, step, Snapshot(*pack(made[0].shards)))}
+        except Exception as error:
+            return {"error": describe_error(error)}
 
     def _write_whole(self, step: int, whole: Snapshot, parts: Sequence[tuple[Path, str]]) -> str | None:
         try:
             self.store.write(step, whole, parts)
-        except LockstepError as error:
-            return str(error)
+        except Exception as error:
+            return describe_error(error)
         return None

@@ -299,6 +299,10 @@ class PackedAllReduce(CrossDeviceOps):
         self.num_packs = whole_number(f"{name}: num_packs", num_packs, minimum=0)
         self.bytes_per_pack = whole_number(f"{name}: bytes_per_pack", bytes_per_pack, minimum=0)
 
+    def __repr__(self) -> str:
+        options = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
+        return f"{type(self).__name__}({options})"
+
     def all_reduce(self, values: Sequence[jax.Array], axis: str, devices: Sequence[jax.Device]) -> list[jax.Array]:
         """Return the sum of each array over the devices; see :class:`CrossDeviceOps`."""
         if len(devices) == 1:

@@ -326,7 +326,7 @@ class StrategyApi:
         """
         check_not_in_replica("experimental_distribute_dataset")
         source = make_tree_source(dataset)
-        check = self._process_group.make_batch_check(source.name, source.num_batches is not None)
+        check = self._process_group.make_batch_check(source.name, lambda: source.num_batches)
         return DistributedDataset(source, self._placement, self._prefetch(options), check)
 
     def distribute_datasets_from_function(

@@ -134,8 +134,13 @@ class ProcessGroup:
         """Run the call and return its result; ``proceed()`` is Keras's method with the arguments as they are then."""
         return proceed()
 
-    def make_batch_check(self, name: str, has_known_length: bool) -> Callable[[], BatchCheck] | None:
-        """Return a factory of checks: one for each pass over an input, called in the thread that reads the batches; None: no checks."""
+    def make_batch_check(self, name: str, num_batches: Callable[[], int | None]) -> Callable[[], BatchCheck] | None:
+        """Return a factory of checks: one for each pass over an input, called in the thread that reads the batches; None: no checks.
+
+        Args:
+            name: of the input.
+            num_batches: returns the number of its batches, None if it is not known.
+        """
         return None
 
     def broadcast_from_chief(self, found: Any) -> Any:
@@ -317,9 +322,7 @@ class InputFactory:
             steps and model.steps_per_execution * math.ceil(steps / model.steps_per_execution),
             report,
             on_first_batch,
-            self._process_group.make_batch_check(source.name, source.num_batches is not None)
-            if source.is_shared
-            else None,
+            self._process_group.make_batch_check(source.name, lambda: source.num_batches) if source.is_shared else None,
         )
 
     def _pending_of(self, generator: Any) -> Pending:

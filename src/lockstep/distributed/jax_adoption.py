@@ -104,6 +104,21 @@ def _adopt(check: Callable[[], None], timeout_seconds: float, log: Log, environ:
 
     guard = ExitGuard()
     guard.install()  # JAX holds a process that ends after an error for minutes, waiting for the others.
+    try:
+        return _join_adopted(exchange, check, guard, timeout_seconds, log, environ)
+    except BaseException as error:
+        guard.leave_after(error)
+        raise
+
+
+def _join_adopted(
+    exchange: Callable[[dict[str, Any], str], list[dict[str, Any]]],
+    check: Callable[[], None],
+    guard: ExitGuard,
+    timeout_seconds: float,
+    log: Log,
+    environ: Mapping[str, str],
+) -> ProcessJob:
     every = exchange(_introduction(check, environ), "an introduction")
     _raise_first(every)
     _check_secrets(every)

@@ -17,7 +17,7 @@ from pathlib import Path
 import jax
 
 from lockstep._errors import ClusterError
-from lockstep._logging import listed
+from lockstep._logging import counted, listed
 from lockstep.devices.cpu_devices import has_started, reserve_threads
 from lockstep.distributed.cluster.addresses import host_of, is_loopback, join_address, split_address
 from lockstep.distributed.cluster.env_reader import (
@@ -37,6 +37,7 @@ from lockstep.distributed.process_group import describe_process
 
 JAX_PORT = "LOCKSTEP_JAX_PORT"  # port of JAX's service at worker 0; by default any free one
 _CONNECT_SECONDS = 10.0
+_MAX_SECONDS = 2**31 - 1  # of a limit of JAX
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _NETWORK_NAMESPACE = Path("/proc/self/ns/net")
 
@@ -64,6 +65,10 @@ def start_jax(
     group = client.group
     visible = client.gather("the GPUs", [_gpus_here(), ",".join(visible_gpus(environ))])
     gpus = share_of_gpus(visible, group.index)
+    if gpus is not None and gpus[0] == 0 and (idle := _idle_gpus(visible, group.index)):
+        log(
+            f"{counted(idle, 'GPU')} of this machine will not be used: its workers get equal shares of those that they see"
+        )
     if not any(client.gather("whether there are accelerators", has_accelerators(environ))):
         check_hostnames(client)
         set_batch_scheduling()
@@ -88,9 +93,11 @@ def _initialize(group: WorkerGroup, service: str, gpus: list[int] | None, bind_a
             group.index,
             local_device_ids=gpus,
             cluster_detection_method="deactivate",
-            initialization_timeout=limit,
-            heartbeat_timeout_seconds=4 * limit,  # The control channel is earlier, and names the worker.
-            shutdown_timeout_seconds=limit,
+            initialization_timeout=min(limit, _MAX_SECONDS),
+            heartbeat_timeout_seconds=min(
+                4 * limit, _MAX_SECONDS
+            ),  # The control channel is earlier, and names the worker.
+            shutdown_timeout_seconds=min(limit, _MAX_SECONDS),
             coordinator_bind_address=bind_address,
         )
     except RuntimeError as error:
@@ -132,6 +139,12 @@ def share_of_gpus(visible: list[tuple[str, str]], index: int) -> list[int] | Non
     share = count // len(here)
     first = here.index(index) * share
     return list(range(first, first + share))
+
+
+def _idle_gpus(visible: list[tuple[str, str]], index: int) -> int:
+    """Return how many GPUs are left where :func:`share_of_gpus` divides those of a machine."""
+    machine, own = visible[index]
+    return len(own.split(",")) % sum(host == machine for host, _ in visible)
 
 
 def _gpus_here() -> str:
@@ -456,21 +469,24 @@ def join_job(
     """
     guard = guard or ExitGuard()
     guard.install()  # First, so that the process has the right exit code also if the workers do not come.
-    client = join(
-        group,
-        describe_process(),
-        generation=job_generation(environ),
-        network=network,
-        timeout_seconds=timeout_seconds,
-        long_seconds=max(LONG_SECONDS, timeout_seconds),
-        listener=listener,
-        on_failure=guard.on_failure,
-        log=log,
-    )
-    guard.client = client
+    try:
+        guard.client = client = join(
+            group,
+            describe_process(),
+            generation=job_generation(environ),
+            network=network,
+            timeout_seconds=timeout_seconds,
+            long_seconds=max(LONG_SECONDS, timeout_seconds),
+            listener=listener,
+            on_failure=guard.on_failure,
+            log=log,
+        )
+        install_sigabrt_handler(client)
+        if start is not None:
+            start(client)
+    except BaseException as error:
+        guard.leave_after(error)
+        raise
     job = ProcessJob(client, guard, owns_jax=start is not None)
-    install_sigabrt_handler(client)
-    if start is not None:
-        start(client)
     atexit.register(job.leave)
     return job

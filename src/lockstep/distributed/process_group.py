@@ -30,6 +30,7 @@ from lockstep._keras.sharded_variable import whole_values
 from lockstep._logging import CancelledError
 from lockstep._version import used_versions
 from lockstep.data import fit_entry
+from lockstep.data.keras_adapter import KerasInput
 from lockstep.data.pass_iterator import digest_of_batch
 from lockstep.devices.placement import DEVICE_AXIS, Placement, is_rows, is_spread
 from lockstep.distributed.control.control_client import MAIN, ControlClient
@@ -73,6 +74,8 @@ class WorkerProcessGroup(fit_entry.ProcessGroup):
         _refuse_backup(arguments)
         given = {name: value for name, value in arguments.items() if isinstance(value, _PLAIN) and name != "verbose"}
         given |= {"batches of x": arguments["x"].num_batches, "batch_size": batch_size}
+        if isinstance(arguments.get("validation_data"), KerasInput):
+            given["batches of validation_data"] = arguments["validation_data"].num_batches
         self._client.agree("the call", call)
         self._client.agree(f"{call}()", {"arguments": given, "model": describe_model(model)})
         if not self._client.group.is_chief:
@@ -99,9 +102,9 @@ class WorkerProcessGroup(fit_entry.ProcessGroup):
         """See the base class."""
         self._client.ends_with_others = True
 
-    def make_batch_check(self, name: str, has_known_length: bool) -> Callable[[], "_BatchComparison"]:
+    def make_batch_check(self, name: str, num_batches: Callable[[], int | None]) -> Callable[[], "_BatchComparison"]:
         """See the base class."""
-        return self._for_each_pass(_BatchComparison, f"input {next(self._inputs)}", name, has_known_length)
+        return self._for_each_pass(_BatchComparison, f"input {next(self._inputs)}", name, num_batches)
 
     def broadcast_from_chief(self, found: Any) -> Any:
         """See the base class: a checkpoint, which the chief has read, or None."""
@@ -156,8 +159,8 @@ class _EpochEnd(keras.callbacks.Callback):
 class _BatchComparison:
     """Compares the batches of one pass, which all workers should read equally.
 
-    The digests of some batches are compared. Whether there is a batch is compared each time, unless the workers have agreed on the
-    length: else one worker would begin a step without the others.
+    The digests of some batches are compared, of the last one too, which may have fewer rows. How many rows each batch has is compared,
+    unless the workers have agreed on the length: else one worker would begin a step without the others.
 
     A thread that reads ahead may wait here for a batch that is no longer wanted: that wait is cancelled.
 
@@ -165,11 +168,11 @@ class _BatchComparison:
         client: the control client.
         channel: of the pass.
         name: of the input.
-        has_known_length: whether the workers have agreed on its length.
+        num_batches: returns the length of the pass, on which the workers have agreed; None: it is not known.
     """
 
-    def __init__(self, client: ControlClient, channel: str, name: str, has_known_length: bool) -> None:
-        self._client, self._channel, self._name, self._has_known_length = client, channel, name, has_known_length
+    def __init__(self, client: ControlClient, channel: str, name: str, num_batches: Callable[[], int | None]) -> None:
+        self._client, self._channel, self._name, self._num_batches = client, channel, name, num_batches
 
     def __call__(self, number: int, batch: Any) -> None:
         """Compare a batch; None: the end of the pass.
@@ -177,10 +180,11 @@ class _BatchComparison:
         Raises:
             ClusterError: a worker has read another batch, or its pass has another length.
         """
-        is_compared = number < _FIRST or number % _EVERY == 0
-        if self._has_known_length and not is_compared and batch is not None:
+        length = self._num_batches()
+        is_compared = number < _FIRST or number % _EVERY == 0 or number + 1 == length
+        if length is not None and not is_compared and batch is not None:
             return
-        found = "the end" if batch is None else digest_of_batch(batch) if is_compared else "a batch"
+        found = "the end" if batch is None else digest_of_batch(batch) if is_compared else _rows_of(batch)
         try:
             self._client.agree(f"batch {number + 1} of {self._name}", found, fix=_FIX, channel=self._channel)
         except CancelledError:
@@ -189,6 +193,11 @@ class _BatchComparison:
     def close(self) -> None:
         """End the pass."""
         self._client.forget(self._channel)
+
+
+def _rows_of(batch: Any) -> str:
+    leaves = [leaf for leaf in jax.tree.leaves(batch) if np.ndim(leaf)]
+    return f"{len(leaves[0])} rows" if leaves else "a batch"
 
 
 class _WorkerBatchGather:
@@ -513,6 +522,8 @@ def _checksum(array: jax.Array) -> jax.Array:
     """Return the weighted sum of the array's bits modulo 2 ** 32; each number has another weight."""
     if array.dtype == bool:
         array = array.astype(jnp.uint8)
+    if jnp.iscomplexobj(array):
+        array = jnp.stack([array.real, array.imag])
     size = array.dtype.itemsize
     bits = lax.bitcast_convert_type(array, _UNSIGNED[min(size, 4)]).reshape(-1).astype(jnp.uint32)
     return jnp.sum(bits * (2 * lax.iota(jnp.uint32, bits.size) + 1), dtype=jnp.uint32)

@@ -12,6 +12,7 @@ import keras
 from lockstep._errors import ClusterError, instance_of, whole_number
 from lockstep._logging import log_info
 from lockstep.collectives import CommunicationOptions, Ops, choose_cross_device_ops
+from lockstep.collectives.base import PackedAllReduce
 from lockstep.data import fit_entry
 from lockstep.data.fit_entry import InputOptions
 from lockstep.devices.cpu_devices import check_shared_thread_pool
@@ -153,10 +154,11 @@ class WorkerStrategy(Strategy):
         return job
 
     def _compared_settings(self) -> dict[str, Any]:
+        ops = self.cross_device_ops
         return {
             "replicas": self.num_replicas_in_sync,
             "deterministic": self.deterministic,
-            "cross_device_ops": repr(type(self.cross_device_ops).__name__),
+            "cross_device_ops": repr(ops) if isinstance(ops, PackedAllReduce) else repr(type(ops).__name__),
             "check_every": self._check_every,
             "shard": self._shard,
             "recompute": "a function" if callable(self._recompute) else self._recompute,

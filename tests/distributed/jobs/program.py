@@ -49,5 +49,5 @@ def make_mesh(**options):
 def _common(options):
     options |= config.get("strategy", {})
     if "timeout" in config:
-        options["communication_options"] = lockstep.CommunicationOptions(timeout_seconds=config["timeout"])
+        options.setdefault("communication_options", lockstep.CommunicationOptions(timeout_seconds=config["timeout"]))
     return options | {"devices": [f"cpu:{number}" for number in range(config.get("devices", 1))]}

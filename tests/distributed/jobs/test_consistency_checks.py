@@ -115,6 +115,7 @@ def test_jax_that_has_started_on_one_worker(job, early):
 
 DIFFERENT = {
     "replicas": "'the strategy': WHO in 'replicas': it has TWICE, ",
+    "packs": "'the strategy': WHO in 'cross_device_ops': it has \"RingAllReduce(num_packs=1, bytes_per_pack=160)\", ",
     "seed": "'the seed, keras.utils.set_random_seed()': WHO in 'seed': it has 2, ",
     "drawn": "'the state of random numbers': WHO in 'numpy.random': it has ",
     "layer": "'fit()': WHO in 'model.layers.dense.units': it has 4, ",

@@ -22,6 +22,7 @@ _ADDRESS = re.compile(
     r"(?:\[(?P<six>[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*(?:%[\w.-]+)?)\]|(?P<host>[^\s:/\[\],]+)):(?P<port>\d+)"
 )
 _MAX_PORT = 65535
+_MAX_LABEL = 63
 _LOOPBACK_IPV4 = re.compile(r"127(\.\d{1,3}){3}")
 
 
@@ -36,12 +37,17 @@ def split_address(where: str, address: object) -> tuple[str, int]:
         ClusterError: it is no address, or the port is not 1 to 65535.
     """
     match = _ADDRESS.fullmatch(address) if isinstance(address, str) else None
-    if match is None or not 0 < int(match["port"]) <= _MAX_PORT:
+    if match is None or not 0 < int(match["port"]) <= _MAX_PORT or not _has_labels(match["host"]):
         raise ClusterError(
             f"{where}: expected an address such as 'worker-0:12421' or '[fd00::7]:12421', with a port of 1 to "
             f"{_MAX_PORT}, got {shown(address)}."
         )
     return match["six"] or match["host"], int(match["port"])
+
+
+def _has_labels(host: str | None) -> bool:
+    """Return whether the parts between the dots of a host name have the lengths that DNS allows; no lookup accepts others."""
+    return host is None or all(1 <= len(label) <= _MAX_LABEL for label in host.removesuffix(".").split("."))
 
 
 def join_address(host: str, port: int) -> str:

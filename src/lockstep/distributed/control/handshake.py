@@ -271,7 +271,7 @@ class HandshakeServer:
         connection = FramedSocket(connected, HANDSHAKE_BYTES)
         self._pending[connection] = ServerHandshake(connection, self._secret)
         self._loop.add(connection, self._received, lambda _: self._reject(connection, connection.ended or ""))
-        self._loop.later(HANDSHAKE_SECONDS, lambda: self._reject(connection, _SILENT))
+        self._loop.later(HANDSHAKE_SECONDS, lambda: self._reject(connection, _SILENT, again=True))
         self._keep_limits(_host_of(connection))
 
     def _keep_limits(self, newest: str) -> None:
@@ -548,12 +548,12 @@ def _host_to_bind(host: str) -> str:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    if host == _ALL_ADDRESSES:
+    if host in (_ALL_ADDRESSES, "::"):
         if socket.has_dualstack_ipv6():
             return socket.create_server(("::", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=128)
         return socket.create_server(("0.0.0.0", port), backlog=128)
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    return socket.create_server(address[:2], family=family, backlog=128)
+    return socket.create_server(address, family=family, backlog=128)
 
 
 def _port_in_use(host: str, port: int, who: str) -> str:

@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -75,6 +75,7 @@ class ExitGuard:
         self._write_lock = threading.Lock()
         self._has_written = False
         self._raised = ""
+        self._handles_only: BaseException | None = None
         self.before_end: Callable[[str, int], Any] = lambda summary, code: None
 
     def install(self) -> None:
@@ -88,18 +89,28 @@ class ExitGuard:
             sys.excepthook = self._before
         self._is_installed = False
 
+    def leave_after(self, error: BaseException) -> None:
+        """Leave the job after ``error``, which the caller raises: if the program catches it, the process belongs to no job any more."""
+        self._handles_only = error
+        if self.client is not None:
+            self.client.fail(summary_of(error))
+            self.client.leave(0)
+
     def on_failure(self, failure: Failure) -> None:
-        """Write why the job cannot continue, and end this process with the exit code of that failure."""
+        """Write why the job cannot continue, and end this process with the exit code of that failure, unless it leaves the job."""
         if not self._raised:
             _run_with_limit(lambda: self._write_once(failure))
         self._sleep(self._grace_seconds)
+        if self._handles_only is not None:
+            return  # All workers may have raised the same error, and this one has left.
         _run_with_limit(lambda: self._write_once(failure))
         self._end(failure.exit_code)
 
     def hook(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
         """Print the traceback, report the exception to the other workers, and end the process."""
         is_at_a_prompt = "ps1" in vars(sys)
-        if not self._is_installed or is_at_a_prompt or os.getpid() != self._process:
+        is_other = self._handles_only is not None and self._handles_only not in _chain(error)
+        if not self._is_installed or is_at_a_prompt or is_other or os.getpid() != self._process:
             self._before(kind, error, traceback)  # A prompt continues, and a forked child ends as without Lockstep.
             return
         self._raised = summary_of(error)
@@ -133,6 +144,13 @@ class ExitGuard:
             line = f"{failure.sentence}{stop} This process ends with code {failure.exit_code}. {failure.fix}"
             stream.write(f"lockstep: {line.rstrip()}\n")
             stream.flush()
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an exception and those that it was raised from."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 def _cause(client: ControlClient, summary: str) -> Failure | None:

@@ -33,6 +33,8 @@ def fitted(model, **options):
 
 
 tell(replicas=told(lambda: make_strategy(replicas=config["workers"] * (1 + ODD))))
+packs = lockstep.CommunicationOptions(80 * (1 + ODD), config["timeout"], "RING")
+tell(packs=told(lambda: make_strategy(communication_options=packs)))
 keras.utils.set_random_seed(1 + ODD)
 tell(seed=told(make_strategy))
 keras.utils.set_random_seed(1)

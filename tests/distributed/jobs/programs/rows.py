@@ -83,6 +83,13 @@ tell(
     fewer_batches=refused(x=x[: ROWS - BATCH * ODD], y=y[: ROWS - BATCH * ODD], batch_size=BATCH),
     fewer_of_a_generator=refused(x=generator(STEPS * EPOCHS - 4 * ODD), epochs=1),
     more_of_a_function=refused(x=lambda step: batch(step % STEPS) if step < 6 + ODD else None, epochs=1),
+    fewer_rows=refused(x=x[: ROWS - ODD], y=y[: ROWS - ODD], batch_size=BATCH, shuffle=False),
+    fewer_rows_of_a_function=refused(
+        x=lambda step: tuple(part[: BATCH - ODD * (step == 4)] for part in batch(0)) if step < 6 else None, epochs=1
+    ),
+    fewer_validation_batches=refused(
+        x=x, y=y, batch_size=BATCH, validation_data=(x[: ROWS - BATCH * ODD], y[: ROWS - BATCH * ODD])
+    ),
     other_validation=refused(x=x, y=y, batch_size=BATCH, validation_data=(x + ODD, y)),
 )
 tell(
