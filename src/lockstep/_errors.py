@@ -132,7 +132,8 @@ def outside_of_strategy(callback: object) -> ScopeError:
     """Return the error of a callback whose model belongs to no strategy."""
     return ScopeError(
         f"lockstep.callbacks.{type(callback).__name__} works for models of a strategy: build, load or compile the model in "
-        "lockstep.MirroredStrategy().scope(); a fit of its own class must call super().fit."
+        "lockstep.MirroredStrategy().scope(); a fit of its own class must call super().fit; and callbacks=[…] must be a list or one "
+        "callback, not a keras.callbacks.CallbackList."
     )
 
 

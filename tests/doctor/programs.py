@@ -167,7 +167,10 @@ PROGRAMS = {
         ],
     ),
     "labels-not-finite": (
-        [lambda: (net(dense(None, 1), loss=BINARY), (X, with_values(IS_FIRST, 7, np.nan)))],
+        [
+            lambda: (net(dense(None, 1), loss=BINARY), (X, with_values(IS_FIRST, 7, np.nan))),
+            lambda: (net(dense(), loss=FROM_LOGITS), (X, with_values(Y.astype("float32"), 7, np.nan))),
+        ],
         [lambda: (net(dense(None, 1), loss=BINARY), (X, IS_FIRST))],
     ),
     "inputs-not-finite": (

@@ -132,7 +132,8 @@ def fitted_twice(first, second, rate=None, **options):
         model = net(dense(), loss=FROM_LOGITS)
     for batch in (first, second):
         with contextlib.suppress(EnoughError):
-            model.fit(X, Y, batch_size=batch, verbose=0, callbacks=[*options.get("callbacks", ()), Stop()])
+            given = batch if isinstance(batch, dict) else {"batch_size": batch}
+            model.fit(X, Y, **given, verbose=0, callbacks=[*options.get("callbacks", ()), Stop()])
         if rate:
             model.optimizer.learning_rate = rate
 
@@ -143,6 +144,8 @@ def fitted_twice(first, second, rate=None, **options):
         ((16, 64), {}, ["batch-without-rate"]),
         ((64, 16), {}, ["batch-without-rate"]),
         ((16, 20), {}, []),
+        ((16, {"steps_per_epoch": len(X) // 16}), {}, []),
+        ((32, {"steps_per_epoch": len(X) // 8}), {}, ["batch-without-rate"]),
         ((16, 64), {"rate": 0.04}, []),
         ((16, 64), {"callbacks": [keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate)]}, []),
     ],

@@ -11,7 +11,7 @@ from keras import layers
 
 import lockstep
 from lockstep._keras import trainer
-from lockstep.callbacks import LearningRateScaling
+from lockstep.callbacks import BackupAndRestore, LearningRateScaling
 from lockstep.strategies.parameter_server import ParameterServerStrategy
 from tests.fit.checkpointing.runs import BreakOff, BrokenOffError
 
@@ -104,6 +104,12 @@ def test_the_end_of_the_warm_up_needs_no_whole_calls():
     seen = fit(model_of(steps_per_execution=2), LearningRateScaling(BASE, warmup_epochs=2))
     rates = by_hand(4, 2 * STEPS)
     assert seen == pytest.approx([rates[0], rates[2], rates[3], rates[5], rates[6], rates[8]])
+
+
+def test_an_epoch_has_the_steps_of_whole_executions(tmp_path):
+    expected = pytest.approx(by_hand(4, 8, steps=12)[::2])
+    for more in ([], [BackupAndRestore(tmp_path)]):
+        assert fit(model_of(steps_per_execution=2), LearningRateScaling(BASE, warmup_epochs=2), *more, steps_per_epoch=3) == expected
 
 
 def batches():

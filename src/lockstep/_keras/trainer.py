@@ -364,6 +364,21 @@ def learning_rate_on_host(optimizer: keras.optimizers.Optimizer) -> Any:
     return optimizer.learning_rate
 
 
+def keep_learning_rates(optimizer: Any, restored: Sequence[Any], now: Sequence[Any]) -> list[Any]:
+    """Return values of an optimizer's variables: ``restored``, but the learning rates of ``now``.
+
+    Args:
+        optimizer: of the model, which may have others inside.
+        restored: values of its variables, in order.
+        now: others.
+    """
+    inner = inner_optimizer(optimizer)
+    optimizers = [inner, *inner.optimizers] if isinstance(inner, keras.optimizers.MultiOptimizer) else [inner]
+    rates = {id(each._learning_rate) for each in optimizers}
+    values = zip(optimizer.variables, restored, now, strict=True)
+    return [new if id(variable) in rates else old for variable, old, new in values]
+
+
 def steps_done(optimizer: Any) -> int:
     """Return the number of training steps that an optimizer has seen.
 

@@ -190,10 +190,18 @@ class FitCall:
         """Rows of a batch; None if unknown before a batch is read."""
         if self.rows_read is not None:
             return self.rows_read
-        lengths = [
-            len(leaf) for leaf in keras.tree.flatten(self.x) if array_in_memory(leaf) is not None and np.ndim(leaf)
-        ]
-        return min(self.arguments.get("batch_size") or ROWS, lengths[0]) if lengths else None
+        return None if self._rows_in_all is None else min(self.batch_size, self._rows_in_all)
+
+    @property
+    def _rows_in_all(self) -> int | None:
+        leaves = keras.tree.flatten(self.x)
+        return next((len(leaf) for leaf in leaves if array_in_memory(leaf) is not None and np.ndim(leaf)), None)
+
+    @property
+    def batch_size(self) -> int:
+        """Rows of a batch of arrays, as Keras determines it from the arguments."""
+        given, steps, rows = self.arguments.get("batch_size"), self.arguments.get("steps_per_epoch"), self._rows_in_all
+        return -(-rows // steps) if given is None and steps and rows else given or ROWS
 
     @property
     def is_read(self) -> bool:

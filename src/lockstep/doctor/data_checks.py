@@ -16,7 +16,7 @@ from lockstep.data.fit_entry import callbacks_in
 from lockstep.data.keras_adapter import KerasInput
 from lockstep.data.pass_iterator import capture_random_state, restore_random_state
 from lockstep.data.prefetch import BOUND, describe_waiting
-from lockstep.doctor.base import ROWS, Finding, FitCall, array_in_memory, sample_rows
+from lockstep.doctor.base import Finding, FitCall, array_in_memory, sample_rows
 from lockstep.execution.executors import SpmdExecutor
 from lockstep.execution.step_probe import StrategyProbes, copies, median_step_seconds
 from lockstep.execution.train_functions import StepFunctions
@@ -46,7 +46,7 @@ def check_finite_inputs(call: FitCall) -> Iterator[Finding]:
                 "inputs-not-finite",
                 f"inputs that are NaN or Inf, in {count_bad_rows(~np.isfinite(inputs))} of {which_rows}",
                 f"x{''.join(f'[{key!r}]' for key in path)}, {call.at_fit}",
-                "one of them makes the loss of its batch NaN, and then all weights",
+                "unless an activation hides it, one of them makes the loss of its batch NaN, and then all weights",
                 "Leave these rows out or replace the values; lockstep.callbacks.NanGuard names such rows while training runs",
             )
 
@@ -114,8 +114,7 @@ def fit_record(call: FitCall, rate: float | None) -> FitRecord | None:
     """Return the record of a call; None if the batch size is unknown or the learning rate changes during training."""
     if call.rows is None or rate is None:
         return None
-    batch_size = call.arguments.get("batch_size") or ROWS  # also if there are fewer rows in all
-    return FitRecord(call.rows if call.is_read else batch_size, rate)
+    return FitRecord(call.rows if call.is_read else call.batch_size, rate)  # also if there are fewer rows in all
 
 
 def learning_rate_of(call: FitCall) -> float | None:

@@ -228,7 +228,9 @@ def check_finite_labels(call: FitCall) -> Iterator[Finding]:
                 "labels-not-finite",
                 f"labels that are NaN or Inf, in {count_bad_rows(~np.isfinite(labels))} of {which_rows}",
                 f"y for {output.where}, {call.at_fit}",
-                "one of them makes the loss of its batch NaN, and then all weights, also with a sample_weight of 0",
+                "as integers they are other classes, which are trained on"
+                if output.loss.kind == "sparse"
+                else "one of them makes the loss of its batch NaN, and then all weights, also with a sample_weight of 0",
                 "Leave these rows out or replace the values",
             )
 

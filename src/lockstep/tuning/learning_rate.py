@@ -152,9 +152,9 @@ class LearningRateScaling(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Set the scaled rate after the last epoch of the warm-up, before other callbacks read it."""
-        if self.params.get("steps") is None or self._warm_up is None:
+        if self._steps is None or self._warm_up is None:
             return
-        most = self.progress["before"] + self.params["steps"]  # The last execution may have had fewer steps.
+        most = self.progress["before"] + self._steps  # The last execution may have had fewer steps.
         steps = min(self.progress["steps"], most)
         self.progress = {**self.progress, "steps": steps}
         if self._warm_up.is_over(steps):
@@ -182,7 +182,15 @@ class LearningRateScaling(keras.callbacks.Callback):
         elif factor != before and self.progress["is_over"]:  # Changes of the rate by other callbacks are kept.
             self._set(self._rate * factor / before)
         base, is_rising = self.progress["base"], factor > 1 and self._epochs > 0
-        return WarmUp(base, base * factor, self._epochs * self.params["steps"] if is_rising else 0)
+        return WarmUp(base, base * factor, self._epochs * (self._steps or 0) if is_rising else 0)
+
+    @property
+    def _steps(self) -> int | None:
+        """Steps of an epoch: ``steps_per_epoch``, and then as many as whole executions have; None if unknown."""
+        if self.data is not None:
+            return self.data.steps
+        steps: int | None = self.params.get("steps")
+        return steps
 
     def _rows(self) -> int:
         rows = self.data.first_rows() if self._given_batch is None and self.data else self._given_batch
@@ -229,7 +237,7 @@ class LearningRateScaling(keras.callbacks.Callback):
             optimizer.learning_rate, keras.Variable
         ):
             raise OptionError(_SCHEDULE)
-        if self._epochs and self.params.get("steps") is None:
+        if self._epochs and self._steps is None:
             raise OptionError(
                 f"LearningRateScaling: the warm-up lasts {self._epochs} epochs, and this input does not say how many batches an epoch has. Fix: pass "
                 "steps_per_epoch to fit, or warmup_epochs=0."

@@ -99,6 +99,8 @@ def test_the_speed_is_that_of_the_monitor_wherever_it_stands(tmp_path):
     assert not [tag for tag in found if tag.startswith(("epoch_time", "epoch_through", "epoch_mfu"))]
     for name in NAMES:
         assert curve(found, name) == floats(logs[name], (5, 10, 15))
+    fit(built(), ThroughputMonitor(peak_flops=1e9), TensorBoard(tmp_path / "each", update_freq=1))
+    assert "mfu" in shown(tmp_path / "each" / "train")
 
 
 def test_histograms_are_of_all_weights(tmp_path):
@@ -188,6 +190,18 @@ def test_a_second_fit_counts_on(tmp_path):
     found = shown(tmp_path / "train")
     assert [step for step, _ in found["batch_loss"]] == list(range(1, 11))
     assert [step for step, _ in found["epoch_loss"]] == [0, 0]  # As Keras counts the epochs of each call.
+
+
+@pytest.mark.parametrize("resumes", [False, True])
+def test_steps_that_the_optimizer_does_not_count_are_counted(resumes, tmp_path):
+    def made():
+        return built(optimizer=keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.01), initial_scale=2.0**127))
+
+    model, backup = made(), [BackupAndRestore(tmp_path / "backup")] if resumes else []
+    fit(model, TensorBoard(tmp_path, update_freq=1), *backup, epochs=1)
+    assert 0 < int(model.optimizer.iterations) < STEPS
+    fit(made() if resumes else model, TensorBoard(tmp_path, update_freq=1), *backup, epochs=2 if resumes else 1)
+    assert [step for step, _ in shown(tmp_path / "train")["batch_loss"]] == list(range(1, 2 * STEPS + 1))
 
 
 KILLED = """

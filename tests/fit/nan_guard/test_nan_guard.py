@@ -133,6 +133,27 @@ def test_a_rollback_without_a_checkpoint_says_so(tmp_path):
         Run().fit(*data(), NanGuard("rollback"))
 
 
+def test_a_rollback_keeps_the_learning_rate_that_a_callback_has_set(tmp_path):
+    """The checkpoint is the very state before the bad step, so going back to it is leaving the step out."""
+    x, y = data("input", steps=2 * STEPS, bad_steps=[STEPS])
+
+    def left(action):
+        model = Run().build()
+        batches = ((x[row : row + BATCH], y[row : row + BATCH]) for row in range(0, len(x), BATCH))
+        rate = keras.callbacks.LearningRateScheduler(lambda epoch, rate: 0.01 / 10**epoch)
+        callbacks = [NanGuard(action), rate, BackupAndRestore(tmp_path / action)]
+        model.fit(batches, epochs=2, steps_per_epoch=STEPS, verbose=0, callbacks=callbacks)
+        return left_by(model)
+
+    assert left("rollback") == left("skip")
+
+
+def test_a_rollback_to_averaged_weights_is_refused(tmp_path):
+    callbacks = NanGuard("rollback"), BackupAndRestore(tmp_path), keras.callbacks.SwapEMAWeights(swap_on_epoch=True)
+    with pytest.raises(lockstep.OptionError, match="hold the averaged weights"):
+        Run(optimizer=lambda: keras.optimizers.SGD(0.1, use_ema=True)).fit(*data(), *callbacks)
+
+
 def test_no_checkpoint_counts_the_step_that_stops_the_training(tmp_path):
     x, y = data("input")
     stopped(Run(), x, y, NanGuard(), BackupAndRestore(tmp_path, save_freq=1, keep=100))

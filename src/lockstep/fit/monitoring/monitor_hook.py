@@ -13,7 +13,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import keras
 
@@ -21,7 +22,6 @@ from lockstep._files import replace_file
 from lockstep._keras.trainer import steps_done
 from lockstep.checkpoint.format import STATUS
 from lockstep.data.fit_entry import ProcessGroup, callbacks_in
-from lockstep.data.keras_adapter import KerasInput
 from lockstep.data.prefetch import WaitMeter
 from lockstep.distributed.control.failure_detector import WorkerStatus, summary_of
 from lockstep.execution.step_loop import StepHook
@@ -185,13 +185,41 @@ _THROUGHPUT_WINDOW = 100
 class MonitorHook:
     """Attaches monitoring callbacks to a :class:`StepTimer`, and writes the status file to the folders of checkpoints and TensorBoard."""
 
+    def __init__(self) -> None:
+        self._counts: WeakKeyDictionary[keras.Model, _StepCount] = WeakKeyDictionary()
+
     def around_fit(self, context: FitContext) -> AbstractContextManager[None]:
         """See :class:`lockstep.fit.hooks.FitHook`."""
         monitors = [callback for callback in context.callbacks if isinstance(callback, MonitorCallback)]
         folders = _status_folders(monitors, single_callback(context.callbacks, BackupAndRestore))
         if context.process_group.process:
             folders = []
-        return _monitored(context, monitors, folders) if monitors or folders else nullcontext()
+        return self._counted(context, monitors, folders) if monitors or folders else nullcontext()
+
+    @contextmanager
+    def _counted(self, context: FitContext, monitors: list[MonitorCallback], folders: list[Path]) -> Iterator[None]:
+        """Continue the count of steps where the last monitored call of the model has ended."""
+        model = context.model
+        before = self._counts.get(model, _StepCount()).now(model.optimizer)
+        with _monitored(context, monitors, folders, before) as timer:
+            yield
+        self._counts[model] = _StepCount(timer.progress.total, steps_done(model.optimizer))
+
+
+class _StepCount(NamedTuple):
+    """Number of steps of a model. The optimizer's count alone has no skipped steps, and custom training steps count as they like.
+
+    Args:
+        steps: at the end of a monitored call of ``fit``.
+        updates: the optimizer's count then.
+    """
+
+    steps: int = 0
+    updates: int = 0
+
+    def now(self, optimizer: Any) -> int:
+        """Return the number of steps now: calls of ``fit`` that were not monitored, or a file, may have added some."""
+        return self.steps + max(0, steps_done(optimizer) - self.updates)
 
 
 def _status_folders(monitors: list[MonitorCallback], backup: BackupAndRestore | None) -> list[Path]:
@@ -200,7 +228,9 @@ def _status_folders(monitors: list[MonitorCallback], backup: BackupAndRestore | 
 
 
 @contextmanager
-def _monitored(context: FitContext, monitors: list[MonitorCallback], folders: list[Path]) -> Iterator[None]:
+def _monitored(
+    context: FitContext, monitors: list[MonitorCallback], folders: list[Path], steps_before: int
+) -> Iterator[StepTimer]:
     data, functions, devices = context.data, context.functions, context.placement.devices
     window = max(
         (monitor.window for monitor in monitors if isinstance(monitor, ThroughputMonitor)), default=_THROUGHPUT_WINDOW
@@ -210,7 +240,7 @@ def _monitored(context: FitContext, monitors: list[MonitorCallback], folders: li
     # ThroughputMonitor comes first, as the other callbacks see what it adds to the logs.
     first = [callback for callback in monitors if isinstance(callback, ThroughputMonitor)]
     others = [callback for callback in callbacks_in(context.arguments) if callback not in first]
-    context.arguments["callbacks"] = [_TimerCallback(timer, data, status), *first, *others]
+    context.arguments["callbacks"] = [_TimerCallback(timer, status, context, steps_before), *first, *others]
     with functions.hooked(timer), _ended(status), ExitStack() as stack:
 
         def add_step_hook(hook: StepHook) -> None:
@@ -224,7 +254,7 @@ def _monitored(context: FitContext, monitors: list[MonitorCallback], folders: li
         for monitor in monitors:
             stack.callback(monitor.detach)
             monitor.attach(attachment, context.arguments)
-        yield
+        yield timer
 
 
 @contextmanager
@@ -240,17 +270,18 @@ def _ended(status: StatusWriter) -> Iterator[None]:
 class _TimerCallback(keras.callbacks.Callback):
     """Reports to the timer what Keras's loop does besides the steps; it has no method for single batches, and no attribute that a checkpoint keeps."""
 
-    def __init__(self, timer: StepTimer, data: KerasInput, status: StatusWriter) -> None:
+    def __init__(self, timer: StepTimer, status: StatusWriter, context: FitContext, steps_before: int) -> None:
         super().__init__()
-        self._timer, self._data, self._status = timer, data, status
+        self._timer, self._status, self._context, self._steps_before = timer, status, context, steps_before
 
     def on_train_begin(self, logs: Any = None) -> None:
         self._status.start()  # Not before: until here another job may write to the folder.
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        total = self._timer.progress.total if self._timer.has_begun else steps_done(self.model.optimizer)
-        epochs, steps = self.params["epochs"], self.params["steps"]
-        self._timer.begin_epoch(FitProgress(epoch, epochs, self._data.resumed_steps, steps, total))
+        data, checkpoint = self._context.data, self._context.checkpoint
+        resumed = checkpoint.resumed.position.step if checkpoint else 0
+        total = self._timer.progress.total if self._timer.has_begun else self._steps_before + resumed
+        self._timer.begin_epoch(FitProgress(epoch, self.params["epochs"], data.resumed_steps, data.steps, total))
 
     def on_test_begin(self, logs: Any = None) -> None:
         self._timer.pause()

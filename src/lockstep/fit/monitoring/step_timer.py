@@ -103,10 +103,12 @@ class FlopCounter(StepHook):
     Attributes:
         is_wanted: whether they are to be counted.
         per_row: operations of a step for each row of its batch; None if unknown.
+        peak: operations a second that one device can do at most; None if unknown.
     """
 
     def __init__(self) -> None:
         self.is_wanted = False
+        self.peak: float | None = None
         self.per_row: float | None = None
         self._batch: Any = None
 
@@ -156,7 +158,7 @@ class FitProgress(NamedTuple):
     epochs: int = 1
     done: int = 0  # steps of this epoch
     steps: int | None = None  # of each epoch, if known
-    total: int = 0  # steps since the optimizer was made
+    total: int = 0  # steps of the model, those of earlier calls and of a resumed run included
 
 
 class StepTimer(StepHook):
@@ -306,6 +308,13 @@ class Attachment:
     add_step_hook: Callable[[StepHook], None]
     workers: Callable[[], list[tuple[dict[str, Any], Mapping[str, float]]]]
 
+    def numbers_of(self, reading: TimerReading) -> dict[str, float]:
+        """Return a reading by the names of the logs, with the utilization if it is known."""
+        numbers, counter = numbers_of(reading, len(self.devices)), self.flop_counter
+        if counter.peak and counter.per_row:
+            numbers["mfu"] = counter.per_row * numbers["throughput/device/samples_per_sec"] / counter.peak
+        return numbers
+
 
 class MonitorCallback(keras.callbacks.Callback):
     """A callback that ``MonitorHook`` attaches to the step timer around each call of ``fit``.
@@ -418,13 +427,15 @@ class ThroughputMonitor(MonitorCallback):
     def last(self) -> Mapping[str, float]:
         """The numbers of the last ``window`` steps by the names of the logs; may be read at any time, also after ``fit``."""
         if self._attachment is not None:
-            self._last = self._numbers(self._attachment.timer.recent)
+            self._last = self._attachment.numbers_of(self._attachment.timer.recent)
         return dict(self._last)
 
     def attach(self, attachment: Attachment, arguments: dict[str, Any]) -> None:
         """See the base class."""
         super().attach(attachment, arguments)
-        attachment.flop_counter.is_wanted |= self._peak(attachment) is not None
+        counter = attachment.flop_counter
+        counter.peak = self.peak_flops or peak_of(attachment.devices[0].device_kind)
+        counter.is_wanted |= counter.peak is not None
 
     def detach(self) -> None:
         """See the base class."""
@@ -434,15 +445,4 @@ class ThroughputMonitor(MonitorCallback):
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Add the numbers to the logs."""
         if logs is not None:
-            logs.update(self._numbers(self.attachment.timer.of_epoch))
-
-    def _peak(self, attachment: Attachment) -> float | None:
-        return self.peak_flops or peak_of(attachment.devices[0].device_kind)
-
-    def _numbers(self, reading: TimerReading) -> dict[str, float]:
-        attachment = self.attachment
-        numbers = numbers_of(reading, len(attachment.devices))
-        peak, per_row = self._peak(attachment), attachment.flop_counter.per_row
-        if peak and per_row:
-            numbers["mfu"] = per_row * numbers["throughput/device/samples_per_sec"] / peak
-        return numbers
+            logs.update(self.attachment.numbers_of(self.attachment.timer.of_epoch))

@@ -25,7 +25,7 @@ from lockstep._files import open_own, open_to_read
 from lockstep._keras import trainer
 from lockstep.distributed.control.failure_detector import summary_of
 from lockstep.execution.step_loop import StepHook
-from lockstep.fit.monitoring.step_timer import NAMES, Attachment, MonitorCallback, StepTimer, TimerReading, numbers_of
+from lockstep.fit.monitoring.step_timer import NAMES, Attachment, MonitorCallback, StepTimer
 
 BUCKETS = 30  # of a histogram, as in TensorFlow
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5  # wire types
@@ -355,13 +355,13 @@ class _FitRecorder(StepHook):
             return
         self._write_pending()
         if self.step % (self._options.update_freq or 1) == 0:
-            speed = self._speed(self._timer.recent)
+            speed = self._attachment.numbers_of(self._timer.recent)
             self._pending = (self.step, logs, self._steps_per_second("batch_", speed) | speed)
 
     def end_epoch(self, epoch: int, logs: Mapping[str, Any], model: keras.Model) -> None:
         """Write the logs of an epoch."""
         self._write_pending()
-        speed = self._speed(self._timer.of_epoch)
+        speed = self._attachment.numbers_of(self._timer.of_epoch)
         named = {name: value for name, value in logs.items() if name not in NAMES}
         validation = {name.removeprefix("val_"): value for name, value in named.items() if name.startswith("val_")}
         train = {name: value for name, value in named.items() if not name.startswith("val_")}
@@ -370,8 +370,7 @@ class _FitRecorder(StepHook):
         self.write("train", epoch, _scalars(_prefixed("epoch_", train)) + (_histograms(model) if is_due else []))
         self.write("validation", epoch, _scalars(_prefixed("epoch_", validation)))
         if not self._options.update_freq:  # Else the steps have them.
-            mfu = {"mfu": logs["mfu"]} if "mfu" in logs else {}
-            self.write("train", self.step, _scalars(speed | mfu))
+            self.write("train", self.step, _scalars(speed))
 
     def write(self, folder: str, step: int, values: list[Value]) -> None:
         """Write values; a failure is logged once, and training continues."""
@@ -400,9 +399,6 @@ class _FitRecorder(StepHook):
             step, logs, speed = self._pending
             self._pending = None
             self.write("train", step, _scalars(_prefixed("batch_", dict(_flat(logs))) | speed))
-
-    def _speed(self, reading: TimerReading) -> dict[str, float]:
-        return numbers_of(reading, len(self._attachment.devices))
 
     def _steps_per_second(self, prefix: str, speed: dict[str, float]) -> dict[str, float]:
         return {f"{prefix}steps_per_second": 1 / speed["time/step"]} if self._options.write_steps_per_second else {}

@@ -15,6 +15,7 @@ import keras
 import numpy as np
 
 from lockstep._errors import NonFiniteError, OptionError, one_of, outside_of_strategy, whole_number
+from lockstep._keras import trainer
 from lockstep.execution.nonfinite_gate import GatedStep, NonFiniteGate
 from lockstep.execution.step_loop import StepHook
 from lockstep.execution.train_functions import StepFunctions
@@ -121,12 +122,21 @@ def _guarded(guard: NanGuard, context: FitContext) -> Iterator[None]:
             'NanGuard("rollback") goes back to the newest checkpoint of a lockstep.callbacks.BackupAndRestore, and there is none among the '
             "callbacks of fit. Fix: add one, or take another action."
         )
+    if guard.options.action == "rollback" and any(map(_swaps_at_epoch_end, context.callbacks)):
+        raise OptionError(
+            'NanGuard("rollback") goes back to checkpoints, and with SwapEMAWeights(swap_on_epoch=True) those at the end of an epoch hold '
+            'the averaged weights. Fix: NanGuard("skip"), or swap_on_epoch=False, which swaps for validations only.'
+        )
     guard.step_guard = StepGuard(guard, context.functions, lambda: _newest_checkpoint(context), context.log)
     try:
         with context.functions.hooked(guard.step_guard):
             yield
     finally:
         guard.step_guard = None
+
+
+def _swaps_at_epoch_end(callback: Any) -> bool:
+    return isinstance(callback, keras.callbacks.SwapEMAWeights) and callback.swap_on_epoch
 
 
 def _newest_checkpoint(context: FitContext) -> tuple[int, list[list[Any]]] | None:
@@ -246,7 +256,10 @@ class StepGuard(StepHook):
             f"NanGuard: {text} Training goes back to the checkpoint of step {found[0]}, and continues with the next batch; this is rollback "
             f"{self.guard.rollbacks} of at most {options.max_rollbacks}."
         )
-        return (*found[1], list(state[-1]))
+        restored = trainer.keep_learning_rates(
+            model.optimizer, found[1][2], state[2]
+        )  # Callbacks may have set them since.
+        return (*found[1][:2], restored, list(state[-1]))
 
     def _diagnosis(self, step: _PendingStep, state: Any) -> Diagnosis:
         if self._diagnoses >= _MAX_DIAGNOSES and not self._reason_to_stop(True):
