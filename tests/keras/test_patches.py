@@ -43,10 +43,12 @@ def owners(patch, model):
         return [next(cls for cls in keras.Model.__mro__ if name in vars(cls)) for name in patch.attributes]
     kinds = {
         "class BatchNormalization": keras.layers.BatchNormalization,
+        "class Optimizer": next(cls for cls in keras.Optimizer.__mro__ if "add_variable_from_reference" in vars(cls)),
         "class Variable": next(cls for cls in keras.Variable.__mro__ if "_initialize" in vars(cls)),
         "model": model,
         "model of KerasHub": types.SimpleNamespace(**dict.fromkeys(patch.attributes)),
         "layer": model.layers[2],
+        "module of the backend's convolutions": graph.backend_nn,
         "optimizer": model.optimizer,
     }
     return [kinds[patch.target]] * len(patch.attributes)
@@ -56,7 +58,7 @@ def snapshot(model):
     """All attributes of Keras's classes, and of a model, its layers and its optimizer."""
     kinds = keras.Model, keras.layers.BatchNormalization, keras.Variable, type(model.optimizer)
     classes = {cls for kind in kinds for cls in kind.__mro__} - {object}
-    objects = [*classes, model, *model.layers, model.optimizer]
+    objects = [*classes, model, *model.layers, model.optimizer, graph.backend_nn]
     return {id(one): dict(vars(one)) for one in objects}
 
 
@@ -84,6 +86,7 @@ def in_use(model):
     yield graph.disable_batch_statistics(model)
     yield graph.clear_synchronized(model)
     yield patches.patched_method(patches.LAYER_CALL, graph.operations_of(model), lambda layer, call: call)
+    yield graph.replaced_grouped_convolutions(lambda convolve, inputs, kernel: convolve(inputs, kernel))
     yield patches.patched_method(patches.LOSS, [model], lambda model, compute_loss: compute_loss)
     yield patches.patched_method(patches.OPTIMIZER_UPDATE, [model.optimizer], lambda optimizer, apply: apply)
 

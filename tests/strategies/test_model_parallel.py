@@ -462,6 +462,28 @@ def test_uneven_rows_of_an_embedding_have_the_gradient_of_one_device(width):
         np.testing.assert_allclose(ours, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("rows", [8, pytest.param(9, id="uneven")])
+def test_convolutions_of_grouped_channels_have_the_gradients_of_one_device(rows):
+    """XLA multiplies them by the size of the model axis (jaxlib 0.10.2)."""
+
+    def trained(scope):
+        keras.utils.set_random_seed(0)
+        with scope:
+            inputs = keras.Input((6, 6, 4))
+            x = layers.DepthwiseConv2D(3, padding="same", activation="tanh")(inputs)
+            x = layers.Conv2D(8, 3, groups=2, activation="tanh")(x)
+            x = layers.SeparableConv1D(6, 3)(layers.Reshape((16, 8))(x))
+            model = keras.Model(inputs, layers.Dense(2)(layers.Flatten()(x)))
+            model.compile(keras.optimizers.SGD(0.1), "mse")
+        x, y = np.random.default_rng(0).normal(size=(2 * rows, 6, 6, 4)), np.ones((2 * rows, 2))
+        losses = model.fit(x, y, batch_size=rows, epochs=2, verbose=0, shuffle=False).history["loss"]
+        return [*model.get_weights(), losses]
+
+    strategy = lockstep.ModelParallelStrategy({"data": 2, "model": 2}, devices=CPUS)
+    for found, expected in zip(trained(strategy.scope()), trained(contextlib.nullcontext()), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
 def test_joined_steps_have_the_numbers_of_single_steps(monkeypatch):
     def fit(steps):
         strategy = lockstep.ModelParallelStrategy({"data": 2, "model": 2}, devices=CPUS)

@@ -1,5 +1,6 @@
 """``shard="variables"``: the numbers of one device, and the bits of the unsharded deterministic run; each device keeps its shards."""
 
+import contextlib
 import functools
 
 import jax
@@ -78,6 +79,60 @@ def test_a_layer_that_is_called_twice_keeps_the_state_of_both_calls(shard_all, o
 
     found = moving_mean(lockstep.MirroredStrategy(["cpu:0", "cpu:1"], **options))
     np.testing.assert_allclose(found, moving_mean(lockstep.MirroredStrategy(["cpu:0", "cpu:1"])), rtol=1e-5)
+
+
+class Counts(layers.Layer):
+    """Counts rows of each class, and reads the kernel of another layer without tracking it."""
+
+    def __init__(self, other):
+        super().__init__()
+        self.read = lambda: other.kernel
+
+    def build(self, shape):
+        self.seen = self.add_weight(shape=(2, 5), initializer="zeros", trainable=False, aggregation="sum", name="seen")
+
+    def call(self, x, training=False):
+        if training:
+            self.seen.assign_add(ops.sum(ops.one_hot(ops.argmax(x, -1), 5), 0) * ops.convert_to_tensor([[1.0], [3.0]]))
+        return ops.matmul(x, ops.transpose(ops.convert_to_tensor(self.read())))
+
+
+@pytest.mark.parametrize("options", [SHARDED, RECOMPUTED, SHARDED | {"recompute": lambda layer: True}], ids=str)
+def test_a_sum_and_a_variable_of_another_layer_have_the_values_of_one_device(shard_all, options):
+    def trained(scope):
+        keras.utils.set_random_seed(0)
+        with scope:
+            inputs, first = keras.Input((4,)), layers.Dense(5, use_bias=False)
+            counts = Counts(first)
+            model = keras.Model(inputs, layers.Dense(2)(counts(first(inputs))))
+            model.compile("sgd", "mse")
+        x = np.random.default_rng(0).normal(size=(16, 4)).astype("float32")
+        losses = model.fit(x, x[:, :2], batch_size=4, epochs=2, shuffle=False, verbose=0).history["loss"]
+        return [*model.get_weights(), np.asarray(counts.seen), losses]
+
+    strategy = lockstep.MirroredStrategy(["cpu:0", "cpu:1"], **options)
+    for found, expected in zip(trained(strategy.scope()), trained(contextlib.nullcontext()), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def recomputed_calls(strategy, model):
+    state, batch = state_and_batch(strategy, model)
+    functions = strategy._functions_of(model)
+    return str(jax.make_jaxpr(functions.build_step(functions.executor, "train"))(state, batch)).count("remat2[")
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("synchronized", [False, True], ids=["by replicas", "global batch"])
+def test_blocks_are_recomputed_on_one_device_and_on_the_global_batch(devices, synchronized):
+    strategy = lockstep.MirroredStrategy([f"cpu:{n}" for n in range(devices)], replicas=2, **RECOMPUTED)
+    with strategy.scope():
+        hidden = [layers.Dense(64, activation="gelu") for _ in range(3)]
+        model = keras.Sequential(
+            [keras.Input((64,)), *hidden, layers.BatchNormalization(synchronized=synchronized), layers.Dense(3)]
+        )
+        model.compile("sgd", logits_loss)
+        model.optimizer.build(model.trainable_variables)
+    assert recomputed_calls(strategy, model) >= 2
 
 
 class Block(layers.Layer):
@@ -275,6 +330,19 @@ def test_variables_are_sharded_when_they_are_made_and_when_they_are_loaded(tmp_p
     model.load_weights(tmp_path / "some.weights.h5")
     assert parts_of(kernel) == 2
     np.testing.assert_array_equal(np.asarray(kernel.value), weights[0])
+
+
+def test_variables_of_an_optimizer_alone_are_sharded_when_they_are_made_and_when_they_are_loaded(tmp_path):
+    strategy = lockstep.MirroredStrategy(["cpu:0", "cpu:1"], shard="optimizer")
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((64,)), layers.Dense(128, name="hidden")])
+        model.compile("adam", "mse")
+        model.optimizer.build(model.trainable_variables)
+        model.save(tmp_path / "some.keras")
+        loaded = keras.models.load_model(tmp_path / "some.keras")
+    for one in (model, loaded):
+        assert [parts_of(slot) for slot in one.optimizer.variables if slot.shape == (64, 128)] == [2, 2]
+        assert parts_of(one.layers[0].kernel) == 1
 
 
 def state_and_batch(strategy, model):

@@ -109,7 +109,10 @@ def test_the_end_of_the_warm_up_needs_no_whole_calls():
 def test_an_epoch_has_the_steps_of_whole_executions(tmp_path):
     expected = pytest.approx(by_hand(4, 8, steps=12)[::2])
     for more in ([], [BackupAndRestore(tmp_path)]):
-        assert fit(model_of(steps_per_execution=2), LearningRateScaling(BASE, warmup_epochs=2), *more, steps_per_epoch=3) == expected
+        assert (
+            fit(model_of(steps_per_execution=2), LearningRateScaling(BASE, warmup_epochs=2), *more, steps_per_epoch=3)
+            == expected
+        )
 
 
 def batches():

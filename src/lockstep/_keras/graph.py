@@ -13,16 +13,18 @@ import inspect
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import keras
+from keras.src.backend import nn as backend_nn
 from keras.src.backend.common.masking import get_keras_mask as get_keras_mask
 from keras.src.backend.common.masking import set_keras_mask as set_keras_mask
 from keras.src.backend.common.stateless_scope import get_stateless_scope
 
-from lockstep._keras.patches import LAYER_CALL, SYNCHRONIZED_FLAG, patched, patched_method
+from lockstep._keras.patches import CONVOLUTIONS, LAYER_CALL, SYNCHRONIZED_FLAG, patched, patched_method
 
 AttributeLeaf = tuple[Any, str, int]  # a layer, the name of its attribute, and the number of the leaf in that tree
 
@@ -382,6 +384,39 @@ def recompute_layers(layers: Iterable[Any], shards: Shards, gather: Gather) -> c
     return patched_method(LAYER_CALL, layers, around)
 
 
+Convolution = Callable[[Any, Any], Any]  # (inputs, kernel) -> outputs
+_around_convolution: ContextVar[Callable[[Convolution, Any, Any], Any] | None] = ContextVar(
+    "around_convolution", default=None
+)
+
+
+@contextlib.contextmanager
+def replaced_grouped_convolutions(around: Callable[[Convolution, Any, Any], Any]) -> Iterator[None]:
+    """Compute convolutions whose channels are in groups by ``around(convolution, inputs, kernel)``, in this thread, while this is open."""
+    token = _around_convolution.set(around)
+    try:
+        with patched(CONVOLUTIONS, [(backend_nn, name, _grouped_apart(name)) for name in CONVOLUTIONS.attributes]):
+            yield
+    finally:
+        _around_convolution.reset(token)
+
+
+def _grouped_apart(name: str) -> Callable[..., Any]:
+    original = getattr(backend_nn, name)
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def convolve(*args: Any, **kwargs: Any) -> Any:
+        around, given = _around_convolution.get(), signature.bind(*args, **kwargs).arguments
+        inputs, kernel = map(keras.ops.convert_to_tensor, (given.pop("inputs"), given.pop("kernel")))
+        is_last = (given.get("data_format") or keras.config.image_data_format()) == "channels_last"
+        is_grouped = name == "depthwise_conv" or inputs.shape[-1 if is_last else 1] != kernel.shape[-2]
+        run = functools.partial(original, **given)
+        return around(run, inputs, kernel) if around and is_grouped else run(inputs, kernel)
+
+    return convolve
+
+
 def _recomputed_call(
     layer: Any,
     method: Callable[..., Any],
@@ -395,6 +430,7 @@ def _recomputed_call(
     arrays = {place: leaf for place, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)}
     known = [variable for variable in layer.variables if scope.get_current_value(variable) is not None]
     values, is_shard = _values_to_keep([(variable, scope.get_current_value(variable)) for variable in known], shards)
+    own_keys = {id(variable) for variable in known}
     learned: dict[str, Any] = {}  # what the trace finds besides arrays
 
     def run(values: list[Any], arrays: dict[int, Any], masks: list[Any]) -> Any:
@@ -407,19 +443,26 @@ def _recomputed_call(
             for variable, value, is_one in zip(known, values, is_shard, strict=True)
         ]
         with keras.StatelessScope(collect_losses=scope.collect_losses) as inner:
+            inner.state_mapping.update(scope.state_mapping)  # The layer may use variables of other layers.
             for variable, value in zip(known, before, strict=True):
                 inner.add_update((variable, value))
             outputs = method(*own_args, **own_kwargs)
+        others = {key: new for key, new in inner.state_mapping.items() if key not in own_keys}
+        others = {key: new for key, new in others.items() if new is not scope.state_mapping.get(key)}
         stored = {place: new for place, new in attribute_arrays(layer).items() if new is not stored_before.get(place)}
         outputs, learned["outputs"] = jax.tree.flatten(outputs)
         learned["stored"] = list(stored)
         after = [inner.get_current_value(variable) for variable in known]
         changes = [None if new is old else new for new, old in zip(after, before, strict=True)]
         learned["owners"] = [_take_loss(layer, loss) for loss in inner.losses]
-        return outputs, [get_keras_mask(output) for output in outputs], changes, inner.losses, list(stored.values())
+        learned["others"] = list(others)
+        masks = [get_keras_mask(output) for output in outputs]
+        return outputs, masks, [*changes, *others.values()], inner.losses, list(stored.values())
 
     masks = [get_keras_mask(array) for array in arrays.values()]
     outputs, masks, changes, losses, stored = jax.checkpoint(run)(values, arrays, masks)
+    changes, others = changes[: len(known)], changes[len(known) :]
+    scope.state_mapping.update(zip(learned["others"], others, strict=True))
     set_attribute_arrays(learned["stored"], stored)
     _set_masks(outputs, masks)
     for variable, new in zip(known, changes, strict=True):

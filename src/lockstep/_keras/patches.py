@@ -39,6 +39,13 @@ SHARD_VARIABLES = Patch(
     reason="a variable is laid over the devices when it gets its first value, before the next variable is made",
     public_api="a layout for each new variable, as a keras.distribution gives it",
 )
+OPTIMIZER_VARIABLES = Patch(
+    target="class Optimizer",
+    attributes=("add_variable_from_reference",),
+    lifetime="while a strategy's scope is open in any thread",
+    reason='with shard="optimizer" only the variables of optimizers are laid over the devices when they are made',
+    public_api="a layout for each new variable, as a keras.distribution gives it",
+)
 SYNCHRONIZED_ARGUMENT = Patch(
     target="class BatchNormalization",
     attributes=("__init__",),
@@ -71,7 +78,7 @@ CHIEF_ONLY_FILES = Patch(
     target="model",
     attributes=("save", "save_weights", "export"),
     lifetime="as long as the model",
-    reason="of several workers only the chief writes files, also from Keras's own callbacks, and the others wait for it",
+    reason="of several workers only the chief writes files, also from Keras's own callbacks",
     public_api="a predicate of keras.saving that says whether this process writes",
 )
 CHIEF_ONLY_PRESETS = Patch(
@@ -116,6 +123,13 @@ LAYER_CALL = Patch(
     reason="outputs of layers are recorded, or a layer computes in another way during this trace",
     public_api="hooks around Layer.__call__",
 )
+CONVOLUTIONS = Patch(
+    target="module of the backend's convolutions",
+    attributes=("conv", "depthwise_conv"),
+    lifetime="one trace on a mesh with a model axis",
+    reason="XLA multiplies the gradient of a kernel of grouped channels by the size of the model axis (jaxlib 0.10.2)",
+    public_api="none is needed once XLA is right",
+)
 LOSS = Patch(
     target="model",
     attributes=("compute_loss",),
@@ -148,6 +162,7 @@ SYNCHRONIZED_FLAG = Patch(
 PATCHES = (
     CLAIM_MODELS,
     SHARD_VARIABLES,
+    OPTIMIZER_VARIABLES,
     SYNCHRONIZED_ARGUMENT,
     STEP_FUNCTIONS,
     FIT_INPUT,
@@ -159,6 +174,7 @@ PATCHES = (
     STATE_SYNC,
     STATELESS_CALL,
     LAYER_CALL,
+    CONVOLUTIONS,
     LOSS,
     OPTIMIZER_UPDATE,
     OPTIMIZER_SLOTS,

@@ -118,7 +118,7 @@ def set_from_host(variable: keras.Variable, value: np.ndarray) -> None:
 def whole_values(variables: Iterable[keras.Variable], *, wanted: bool) -> Iterator[None]:
     """Have sharded variables give their whole values without the other processes while this context is open.
 
-    All processes enter it.
+    All processes enter it, and leave it together: a file that one of them writes is complete then.
 
     Args:
         variables: any variables; those that this process has as a whole stay as they are.
@@ -131,7 +131,11 @@ def whole_values(variables: Iterable[keras.Variable], *, wanted: bool) -> Iterat
     try:
         for variable in sharded:
             variable._whole = variable._layouts.gather(variable.value, wanted)
-        yield
+        try:
+            yield
+        finally:
+            if sharded:
+                sharded[0]._layouts.agree("the end of saving a model", None)
     finally:
         for variable in sharded:
             variable._whole = None

@@ -34,6 +34,7 @@ from lockstep._keras.patches import (
     CLAIM_MODELS,
     INTERCEPT_FIT,
     OBSERVE_COMPILE,
+    OPTIMIZER_VARIABLES,
     OWN_FIT,
     SHARD_VARIABLES,
     STATE_SYNC,
@@ -161,9 +162,32 @@ def _patch_classes(
     call = _laying_out_before(vars(owner)["_initialize_with_initializer"], current_layouts)
     laying_out = [(owner, "_initialize", initialize), (owner, "_initialize_with_initializer", call)]
     patches.enter_context(patched(SHARD_VARIABLES, laying_out))
+    (add,) = OPTIMIZER_VARIABLES.attributes
+    optimizer = next(cls for cls in keras.Optimizer.__mro__ if add in vars(cls))
+    patches.enter_context(patched(OPTIMIZER_VARIABLES, [(optimizer, add, _marking_optimizer(vars(optimizer)[add]))]))
     normalization = keras.layers.BatchNormalization
     construct = _accept_synchronized(vars(normalization)["__init__"], current)
     patches.enter_context(patched(SYNCHRONIZED_ARGUMENT, [(normalization, "__init__", construct)]))
+
+
+_in_optimizer = ContextVar("_in_optimizer", default=False)
+
+
+def is_in_optimizer() -> bool:
+    """Return whether an optimizer makes a variable for one of the model's."""
+    return _in_optimizer.get()
+
+
+def _marking_optimizer(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def method(*args: Any, **kwargs: Any) -> Any:
+        token = _in_optimizer.set(True)
+        try:
+            return original(*args, **kwargs)
+        finally:
+            _in_optimizer.reset(token)
+
+    return method
 
 
 def _claiming(original: Callable[..., Any], name: str, current: Callable[[], Claim | None]) -> Callable[..., Any]:

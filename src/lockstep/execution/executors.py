@@ -17,9 +17,9 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 import keras
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import PartitionSpec, SingleDeviceSharding
 
-from lockstep._keras.graph import recompute_layers
+from lockstep._keras.graph import recompute_layers, replaced_grouped_convolutions
 from lockstep._keras.patches import LAYER_CALL, patched_method
 from lockstep.collectives import AutoAllReduce, CrossDeviceOps
 from lockstep.devices.batch_split import Layout, rows_of_replicas
@@ -41,6 +41,7 @@ from lockstep.execution.gathered_variables import (
     Shard,
     gather_variables,
     layers_to_recompute,
+    recompute_whole,
     shard_axes,
 )
 from lockstep.execution.gradient_extraction import GradientPrograms
@@ -95,7 +96,7 @@ class Executor(Protocol):
         """Run the forward pass on joined inputs, ``(rows, …)``; ``placed`` are those that are on the devices already."""
 
     def call_whole(self, call: ModelCall, placed: list[PlacedRows | None]) -> tuple[Any, list[Any], list[Any]]:
-        """Make a call of a model if there is one replica; ``placed`` are those of its inputs that are on the devices already.
+        """Make a call of a model on the global batch; ``placed`` are those of its inputs that are on the devices already.
 
         Returns:
             Outputs, new values of the non-trainable variables, and losses.
@@ -206,7 +207,8 @@ class SpmdExecutor:
 
     def call_whole(self, call: ModelCall, placed: list[PlacedRows | None]) -> tuple[Any, list[Any], list[Any]]:
         """See :class:`Executor`."""
-        return call.make()
+        with recompute_whole(call.model, self.placement, self.recompute):
+            return call.make()
 
     def join_rows(self, rows: PlacedRows) -> jax.Array:
         """See :class:`Executor`."""
@@ -219,8 +221,9 @@ class SpmdExecutor:
             for value, leaf in zip(inputs, placed, strict=True)
         ]
         call, axes = forward.call, forward.axes
-        if self.shard == "variables" and forward.layout.devices > 1:
+        if self.shard == "variables":
             call = gather_variables(call, forward.model, self.placement, self.recompute)
+        if self.shard == "variables" and forward.layout.devices > 1:
             axes = shard_axes(forward.trainable, self.placement), shard_axes(forward.non_trainable, self.placement)
         forward = replace(forward, call=rewrite_for_cpu(call, self.placement.platform), axes=axes)
         return forward_on_devices(forward, arrays, self.placement, self.ops, self.shard is not None)
@@ -578,8 +581,20 @@ class ModelParallelExecutor(SpmdExecutor):
         values = [self.shardings.gather(*pair) for pair in zip(variables, stored, strict=True)]
         shards = dict(zip(map(id, variables), zip(stored, values, strict=True), strict=True))
         layers = layers_to_recompute(model, lambda one: any(self.shardings.axes_of(one)), self.recompute)
-        with recompute_layers(layers, shards, self.shardings.gather), self._constrained_outputs():
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(recompute_layers(layers, shards, self.shardings.gather))
+            stack.enter_context(self._constrained_outputs())
+            if self.placement.mesh.size > self.placement.row_shards > 1:
+                stack.enter_context(replaced_grouped_convolutions(self._convolve_own_rows))
             return function(values[: len(trainable)], values[len(trainable) :], *args, **kwargs)
+
+    def _convolve_own_rows(self, convolve: Callable[[Any, Any], Any], inputs: Any, kernel: Any) -> Any:
+        """Compute a convolution of grouped channels on the rows of each device: XLA divides it with wrong gradients."""
+        if inputs.shape[0] % self.placement.row_shards:
+            return convolve(self._on_all(inputs), kernel)
+        rows, whole = self.placement.row_sharding.spec, PartitionSpec()
+        run = jax.shard_map(convolve, mesh=self.placement.mesh, in_specs=(rows, whole), out_specs=rows, check_vma=False)
+        return run(inputs, kernel)
 
     @contextlib.contextmanager
     def _constrained_outputs(self) -> Iterator[None]:

@@ -5,6 +5,7 @@ Rajbhandari et al., "ZeRO" (2020), stage 3. Both are explicit collectives inside
 about them.
 """
 
+import contextlib
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -82,11 +83,25 @@ def gather_variables(call: ReplicaCall, model: keras.Model, placement: Placement
             for (variable, value), gathered_value, shard in zip(pairs, whole, is_shard, strict=True)
             if shard
         }
-        layers = layers_to_recompute(model, partial(_is_sharded, placement), recompute) if shards else []
+        layers = _layers_of_call(model, placement, recompute)
         with recompute_layers(layers, shards, lambda variable, shard: gathered([shard], (axis_of[id(variable)],))[0]):
             return call(whole[: len(trainable)], whole[len(trainable) :], inputs, shared)
 
     return run
+
+
+def recompute_whole(
+    model: keras.Model, placement: Placement, recompute: Recompute
+) -> contextlib.AbstractContextManager[None]:
+    """Recompute layers in the backward pass of a call of ``model`` with whole variables, while a context is open."""
+    return recompute_layers(_layers_of_call(model, placement, recompute), {}, lambda variable, value: value)
+
+
+def _layers_of_call(model: keras.Model, placement: Placement, recompute: Recompute) -> list[keras.Layer]:
+    """Return the layers to recompute; on one device, where no variable is sharded, blocks are those of several devices."""
+    if placement.row_shards > 1:
+        return layers_to_recompute(model, partial(_is_sharded, placement), recompute)
+    return layers_to_recompute(model, lambda variable: is_large(tuple(variable.shape)), recompute)
 
 
 def layers_to_recompute(

@@ -240,8 +240,15 @@ def _run_in_shard_map(
     inputs: Any,
 ) -> ReplicaResult:
     """Run the replicas of this device with its part of each argument, and add the changes of state of all devices."""
-    axes, _ = forward.variable_axes
+    axes, other_axes = forward.variable_axes
     values = [value[0] if axis is None else value for value, axis in zip(trainable, axes, strict=True)]
+    # A sum is one of changes, for which the old value has to be whole, as the new one is.
+    is_sum = [merge is StateMerge.SUM for merge in forward.merges]
+    whole = tuple(axis if one else None for axis, one in zip(other_axes, is_sum, strict=True))
+    if any(axis is not None for axis in whole):
+        non_trainable = gathered(non_trainable, whole)
+        left = tuple(None if one else axis for axis, one in zip(other_axes, is_sum, strict=True))
+        forward = replace(forward, axes=(axes, left))
     own = replace(forward, trainable=values, non_trainable=non_trainable, shared=shared)
     result = _run_replicas_of_device(own, inputs, placement)
     changed, form = jax.tree.flatten(result.state)

@@ -139,24 +139,26 @@ class StepFunctions:
         keras_step = _keras_step(self.model, kind)
 
         def step(state: Any, batch: Any) -> tuple[Any, Any]:
-            interceptor = _ForwardInterceptor(self.model, self.placement, executor, self.log)
+            reason, is_split = global_batch_reason(self.model), self.placement.replicas > 1
+            interceptor = _ForwardInterceptor(
+                self.model, self.placement, executor, self.log, splits=is_split and not reason
+            )
+            if reason and is_split:
+                self.log(f"it runs on the global batch, {self.executor.global_batch_note}: {reason}")
             data = jax.tree.map(interceptor.join_rows, batch, is_leaf=is_rows)
-            with self._intercepted(interceptor):
+            with self._intercepted(interceptor, sees_global_batch=reason is not None):
                 return keras_step(state, data)
 
         return step
 
     @contextlib.contextmanager
-    def _intercepted(self, interceptor: "_ForwardInterceptor") -> Iterator[None]:
-        reason, is_split = global_batch_reason(self.model), self.placement.replicas > 1
+    def _intercepted(self, interceptor: "_ForwardInterceptor", sees_global_batch: bool) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             stack.enter_context(dispatch_lock)  # Others would find, and restore, what is replaced here.
             stack.enter_context(in_step())
-            if reason and is_split:
-                self.log(f"it runs on the global batch, {self.executor.global_batch_note}: {reason}")
-            if reason:
+            if sees_global_batch:
                 stack.enter_context(clear_synchronized(self.model))
-            models = [] if reason and is_split else nested_models(self.model)
+            models = nested_models(self.model)
             stack.enter_context(
                 patched_method(STATELESS_CALL, models, functools.partial(functools.partial, interceptor.call))
             )
@@ -165,12 +167,20 @@ class StepFunctions:
 
 
 class _ForwardInterceptor:
-    """Replacement for ``stateless_call`` of a model and of models within it, while one step is traced: the same results, by replicas."""
+    """Replacement for ``stateless_call`` of a model and of models within it, while one step is traced: the same results, by replicas.
+
+    Args:
+        model: the model of the step.
+        placement: devices and number of replicas.
+        executor: runs the calls.
+        log: see :class:`StepFunctions`.
+        splits: whether calls are split into replicas; else each runs on the global batch.
+    """
 
     def __init__(
-        self, model: keras.Model, placement: Placement, executor: Executor, log: Callable[[str], None]
+        self, model: keras.Model, placement: Placement, executor: Executor, log: Callable[[str], None], *, splits: bool
     ) -> None:
-        self.model, self.placement, self.executor, self.log = model, placement, executor, log
+        self.model, self.placement, self.executor, self.log, self._splits = model, placement, executor, log, splits
         self._is_in_call = False  # inside a call of a model, which may call other models
         self._placed: dict[int, tuple[jax.Array, PlacedRows]] = {}
 
@@ -198,11 +208,7 @@ class _ForwardInterceptor:
         if self._is_in_call:
             return function(*values, *args, return_losses=return_losses, **kwargs)
         call = ModelCall.from_arguments(model, function, *values, (args, kwargs))
-        found = (
-            self.executor.call_whole(call, self._placed_inputs(call))
-            if self.placement.replicas == 1
-            else self._call_split(call)
-        )
+        found = self._call_split(call) if self._splits else self._call_whole(call)
         return found if return_losses else found[:2]
 
     def _call_split(self, call: ModelCall) -> tuple[Any, list[Any], list[Any]]:
@@ -216,20 +222,20 @@ class _ForwardInterceptor:
                     raise CannotSplitError("with deterministic=True only the model itself is run by replicas")
                 layout = self.placement.layout(call.rows)
                 if len(layout.busy_replicas) < 2:  # There are no rows, or one replica has them all.
-                    return call.make()
+                    return self._call_whole(call)
                 with _warnings(is_traced):
                     whole = trace_call(call)
                 quiet.enter_context(_warnings(not is_traced))
                 sizes = self.executor.partition_calls(layout, whole)
                 if sum(map(len, sizes)) == 1:  # Nothing in the call depends on the replica.
-                    return call.make()
+                    return self._call_whole(call)
                 with _warnings(False):
                     spec = infer_output_spec(call, whole, {rows for device in sizes for rows in device if rows})
             except CannotSplitError as reason:
                 normalized = ", BatchNormalization included" if unsynchronized_normalizations(model) else ""
                 subject = "it" if model is self.model else f"model {model.name!r} within it"
                 self.log(f"{subject} runs on the global batch{normalized}, {self.executor.global_batch_note}: {reason}")
-                return call.make()
+                return self._call_whole(call)
             merges = tuple(
                 StateMerge.FIRST if position in spec.equal_state else state_merge(variable)
                 for position, variable in enumerate(model.non_trainable_variables)
@@ -250,6 +256,9 @@ class _ForwardInterceptor:
         outputs, losses = join(spec, result)
         return outputs, result.state, losses
 
+    def _call_whole(self, call: ModelCall) -> tuple[Any, list[Any], list[Any]]:
+        return self.executor.call_whole(call, self._placed_inputs(call))
+
     def _placed_inputs(self, call: ModelCall) -> list[PlacedRows | None]:
         return [self._placed.get(id(leaf), (None, None))[1] for leaf in call.inputs]
 
@@ -258,7 +267,7 @@ class _ForwardInterceptor:
 
         @functools.wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
-            if not self._is_in_call and self.placement.replicas > 1:
+            if not self._is_in_call and self._splits:
                 self.log(
                     f"model {model.name!r} is called directly, and so runs on the global batch, "
                     f"{self.executor.global_batch_note}. To have it run by replicas, call its stateless_call"

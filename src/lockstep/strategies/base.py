@@ -115,7 +115,9 @@ def _current_claim() -> trainer.Claim | None:
 
 def _current_layouts() -> VariableLayouts | None:
     strategy = _built_for.get() or _innermost()
-    is_sharded = strategy is not None and strategy._shards_variables and not scopes_disabled()
+    if strategy is None or scopes_disabled():
+        return None
+    is_sharded = strategy._shards_variables or (strategy._shard == "optimizer" and trainer.is_in_optimizer())
     return strategy._layouts if is_sharded else None
 
 
