@@ -100,7 +100,8 @@ class Diagnostics(StrategyApi):
         """Find what would make ``model.fit`` with these arguments wrong or slow without an error.
 
         It checks loss, labels, order, batch, precision, memory and versions, and measures six training steps on a copy of the state:
-        model, optimizer, metrics and random state are unchanged, and rows that were read are read again by ``fit``. ``docs/doctor.md``
+        model, optimizer, metrics and random state are unchanged, and rows that were read are read again by ``fit``. What is not built,
+        such as the optimizer before the first ``fit``, is built; ``fit`` then shuffles the rows in another order. ``docs/doctor.md``
         lists all findings.
 
         Args:

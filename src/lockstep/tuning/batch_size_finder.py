@@ -184,9 +184,9 @@ def batch_size_finder(
 
     The model's training step is compiled for each size. Before it runs, the memory that the compiler reports is compared with the memory
     that is free, so that the process is not killed. Each size that fits is timed for some steps, until larger ones are no faster. Steps run
-    on copies: the model, its optimizer and metrics, and all random states are unchanged. A model that is not built is built; ``fit`` then
-    reads one batch less in advance, and so shuffles the rows of such a model in another order. Several workers call it together with the
-    same arguments: a size fits if it fits on all of them, and the time is that of the slowest.
+    on copies: the model, its optimizer and metrics, and all random states are unchanged. What is not built, such as the optimizer before the
+    first ``fit``, is built; ``fit`` then reads one batch less in advance, and so shuffles the rows in another order. Several workers call it
+    together with the same arguments: a size fits if it fits on all of them, and the time is that of the slowest.
 
     Args:
         model: compiled; of a strategy, or plain Keras.
