@@ -86,6 +86,7 @@ def _initialize(group: WorkerGroup, service: str, gpus: list[int] | None, bind_a
     """
     jax.config.update("jax_enable_recoverability", True)  # Or JAX aborts a process whose peer has died.
     jax.config.update("jax_enable_preemption_service", False)  # It swallows SIGTERM.
+    seconds, long_seconds = min(limit, _MAX_SECONDS), min(4 * limit, _MAX_SECONDS)
     try:
         jax.distributed.initialize(
             service,
@@ -93,11 +94,9 @@ def _initialize(group: WorkerGroup, service: str, gpus: list[int] | None, bind_a
             group.index,
             local_device_ids=gpus,
             cluster_detection_method="deactivate",
-            initialization_timeout=min(limit, _MAX_SECONDS),
-            heartbeat_timeout_seconds=min(
-                4 * limit, _MAX_SECONDS
-            ),  # The control channel is earlier, and names the worker.
-            shutdown_timeout_seconds=min(limit, _MAX_SECONDS),
+            initialization_timeout=seconds,
+            heartbeat_timeout_seconds=long_seconds,  # The control channel is earlier, and names the worker.
+            shutdown_timeout_seconds=seconds,
             coordinator_bind_address=bind_address,
         )
     except RuntimeError as error:

@@ -192,15 +192,19 @@ def test_a_second_fit_counts_on(tmp_path):
     assert [step for step, _ in found["epoch_loss"]] == [0, 0]  # As Keras counts the epochs of each call.
 
 
-@pytest.mark.parametrize("resumes", [False, True])
-def test_steps_that_the_optimizer_does_not_count_are_counted(resumes, tmp_path):
+@pytest.mark.parametrize(
+    ("resumes", "is_new"),
+    [(False, False), (True, True), (True, False)],
+    ids=["second fit", "new process", "same model"],
+)
+def test_steps_that_the_optimizer_does_not_count_are_counted(resumes, is_new, tmp_path):
     def made():
         return built(optimizer=keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.01), initial_scale=2.0**127))
 
     model, backup = made(), [BackupAndRestore(tmp_path / "backup")] if resumes else []
     fit(model, TensorBoard(tmp_path, update_freq=1), *backup, epochs=1)
     assert 0 < int(model.optimizer.iterations) < STEPS
-    fit(made() if resumes else model, TensorBoard(tmp_path, update_freq=1), *backup, epochs=2 if resumes else 1)
+    fit(made() if is_new else model, TensorBoard(tmp_path, update_freq=1), *backup, epochs=2 if resumes else 1)
     assert [step for step, _ in shown(tmp_path / "train")["batch_loss"]] == list(range(1, 2 * STEPS + 1))
 
 

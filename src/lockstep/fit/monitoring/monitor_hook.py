@@ -12,8 +12,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import keras
@@ -186,7 +188,7 @@ class MonitorHook:
     """Attaches monitoring callbacks to a :class:`StepTimer`, and writes the status file to the folders of checkpoints and TensorBoard."""
 
     def __init__(self) -> None:
-        self._counts: WeakKeyDictionary[keras.Model, _StepCount] = WeakKeyDictionary()
+        self._counters: WeakKeyDictionary[keras.Model, _StepCounter] = WeakKeyDictionary()
 
     def around_fit(self, context: FitContext) -> AbstractContextManager[None]:
         """See :class:`lockstep.fit.hooks.FitHook`."""
@@ -198,28 +200,45 @@ class MonitorHook:
 
     @contextmanager
     def _counted(self, context: FitContext, monitors: list[MonitorCallback], folders: list[Path]) -> Iterator[None]:
-        """Continue the count of steps where the last monitored call of the model has ended."""
-        model = context.model
-        before = self._counts.get(model, _StepCount()).now(model.optimizer)
-        with _monitored(context, monitors, folders, before) as timer:
+        """Continue the count of steps where the last monitored call of the model, or the run that is resumed, has ended."""
+        model, backup = context.model, single_callback(context.callbacks, BackupAndRestore)
+        counter = self._counters.setdefault(model, _StepCounter())
+        before = counter.count(model.optimizer)  # Now, as a resumed run will restore the optimizer's count.
+        run = backup and backup.directory.absolute()
+        with _monitored(context, monitors, folders, partial(counter.count_from, run, before)) as timer:
             yield
-        self._counts[model] = _StepCount(timer.progress.total, steps_done(model.optimizer))
+        counter.steps, counter.updates = timer.progress.total, steps_done(model.optimizer)
 
 
-class _StepCount(NamedTuple):
-    """Number of steps of a model. The optimizer's count alone has no skipped steps, and custom training steps count as they like.
+@dataclass
+class _StepCounter:
+    """Counts the steps of a model. The optimizer's count alone has no skipped steps, and custom training steps count as they like.
 
     Args:
-        steps: at the end of a monitored call of ``fit``.
+        steps: number at the end of the last monitored call of ``fit``.
         updates: the optimizer's count then.
+        before_runs: by the directory of its checkpoints, the number of steps before a run.
     """
 
     steps: int = 0
     updates: int = 0
+    before_runs: dict[Path | None, int] = field(default_factory=dict)
 
-    def now(self, optimizer: Any) -> int:
-        """Return the number of steps now: calls of ``fit`` that were not monitored, or a file, may have added some."""
+    def count(self, optimizer: Any) -> int:
+        """Return the number now: calls of ``fit`` that were not monitored, or a file, may have added some."""
         return self.steps + max(0, steps_done(optimizer) - self.updates)
+
+    def count_from(self, run: Path | None, before: int, resumed: int) -> int:
+        """Return the number at the first step of a call.
+
+        Args:
+            run: the directory of its checkpoints.
+            before: the number before the call.
+            resumed: number of steps of the run that were done before, in this process or another one; 0: it begins.
+        """
+        if not resumed:
+            self.before_runs[run] = before
+        return self.before_runs.setdefault(run, before) + resumed
 
 
 def _status_folders(monitors: list[MonitorCallback], backup: BackupAndRestore | None) -> list[Path]:
@@ -229,7 +248,7 @@ def _status_folders(monitors: list[MonitorCallback], backup: BackupAndRestore | 
 
 @contextmanager
 def _monitored(
-    context: FitContext, monitors: list[MonitorCallback], folders: list[Path], steps_before: int
+    context: FitContext, monitors: list[MonitorCallback], folders: list[Path], count_from: Callable[[int], int]
 ) -> Iterator[StepTimer]:
     data, functions, devices = context.data, context.functions, context.placement.devices
     window = max(
@@ -240,7 +259,7 @@ def _monitored(
     # ThroughputMonitor comes first, as the other callbacks see what it adds to the logs.
     first = [callback for callback in monitors if isinstance(callback, ThroughputMonitor)]
     others = [callback for callback in callbacks_in(context.arguments) if callback not in first]
-    context.arguments["callbacks"] = [_TimerCallback(timer, status, context, steps_before), *first, *others]
+    context.arguments["callbacks"] = [_TimerCallback(timer, status, context, count_from), *first, *others]
     with functions.hooked(timer), _ended(status), ExitStack() as stack:
 
         def add_step_hook(hook: StepHook) -> None:
@@ -270,9 +289,11 @@ def _ended(status: StatusWriter) -> Iterator[None]:
 class _TimerCallback(keras.callbacks.Callback):
     """Reports to the timer what Keras's loop does besides the steps; it has no method for single batches, and no attribute that a checkpoint keeps."""
 
-    def __init__(self, timer: StepTimer, status: StatusWriter, context: FitContext, steps_before: int) -> None:
+    def __init__(
+        self, timer: StepTimer, status: StatusWriter, context: FitContext, count_from: Callable[[int], int]
+    ) -> None:
         super().__init__()
-        self._timer, self._status, self._context, self._steps_before = timer, status, context, steps_before
+        self._timer, self._status, self._context, self._count_from = timer, status, context, count_from
 
     def on_train_begin(self, logs: Any = None) -> None:
         self._status.start()  # Not before: until here another job may write to the folder.
@@ -280,7 +301,7 @@ class _TimerCallback(keras.callbacks.Callback):
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         data, checkpoint = self._context.data, self._context.checkpoint
         resumed = checkpoint.resumed.position.step if checkpoint else 0
-        total = self._timer.progress.total if self._timer.has_begun else self._steps_before + resumed
+        total = self._timer.progress.total if self._timer.has_begun else self._count_from(resumed)
         self._timer.begin_epoch(FitProgress(epoch, self.params["epochs"], data.resumed_steps, data.steps, total))
 
     def on_test_begin(self, logs: Any = None) -> None:

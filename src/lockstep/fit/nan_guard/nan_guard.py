@@ -256,10 +256,11 @@ class StepGuard(StepHook):
             f"NanGuard: {text} Training goes back to the checkpoint of step {found[0]}, and continues with the next batch; this is rollback "
             f"{self.guard.rollbacks} of at most {options.max_rollbacks}."
         )
-        restored = trainer.keep_learning_rates(
-            model.optimizer, found[1][2], state[2]
+        trainable, non_trainable, optimizer = found[1]
+        optimizer = trainer.keep_learning_rates(
+            model.optimizer, optimizer, state[2]
         )  # Callbacks may have set them since.
-        return (*found[1][:2], restored, list(state[-1]))
+        return trainable, non_trainable, optimizer, list(state[-1])
 
     def _diagnosis(self, step: _PendingStep, state: Any) -> Diagnosis:
         if self._diagnoses >= _MAX_DIAGNOSES and not self._reason_to_stop(True):
