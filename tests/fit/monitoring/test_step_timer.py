@@ -53,6 +53,21 @@ def test_steps_that_are_compiled_do_not_count():
     assert timer.progress.total == 4
 
 
+def test_a_second_fit_measures_all_steps_unless_the_model_is_compiled_again():
+    model, monitor = built(), ThroughputMonitor()
+    measured = []
+
+    class Seen(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            measured.append(monitor.attachment.timer.of_epoch.steps)
+
+    for _ in range(2):
+        fit(model, monitor, Seen(), epochs=1)
+    model.compile("sgd", "mse")
+    fit(model, monitor, Seen(), epochs=1)
+    assert measured == [STEPS - 2, STEPS, STEPS - 2]
+
+
 def test_a_batch_of_another_shape_is_compiled_too():
     times = Times()
     times.trained(60, 50, 2)

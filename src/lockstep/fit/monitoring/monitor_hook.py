@@ -189,6 +189,7 @@ class MonitorHook:
 
     def __init__(self) -> None:
         self._counters: WeakKeyDictionary[keras.Model, _StepCounter] = WeakKeyDictionary()
+        self._compiled: WeakKeyDictionary[Any, dict[Any, int]] = WeakKeyDictionary()  # by training function
 
     def around_fit(self, context: FitContext) -> AbstractContextManager[None]:
         """See :class:`lockstep.fit.hooks.FitHook`."""
@@ -205,9 +206,18 @@ class MonitorHook:
         counter = self._counters.setdefault(model, _StepCounter())
         before = counter.count(model.optimizer)  # Now, as a resumed run will restore the optimizer's count.
         run = backup and backup.directory.absolute()
-        with _monitored(context, monitors, folders, partial(counter.count_from, run, before)) as timer:
+        timer = StepTimer(lambda: context.data.meter.waited, _window(monitors), compiled=self._compiled_of)
+        with _monitored(context, monitors, folders, timer, partial(counter.count_from, run, before)):
             yield
         counter.steps, counter.updates = timer.progress.total, steps_done(model.optimizer)
+
+    def _compiled_of(self, model: keras.Model) -> dict[Any, int]:
+        return self._compiled.setdefault(model.train_function, {})
+
+
+def _window(monitors: list[MonitorCallback]) -> int:
+    windows = (monitor.window for monitor in monitors if isinstance(monitor, ThroughputMonitor))
+    return max(windows, default=_THROUGHPUT_WINDOW)
 
 
 @dataclass
@@ -248,13 +258,13 @@ def _status_folders(monitors: list[MonitorCallback], backup: BackupAndRestore | 
 
 @contextmanager
 def _monitored(
-    context: FitContext, monitors: list[MonitorCallback], folders: list[Path], count_from: Callable[[int], int]
-) -> Iterator[StepTimer]:
+    context: FitContext,
+    monitors: list[MonitorCallback],
+    folders: list[Path],
+    timer: StepTimer,
+    count_from: Callable[[int], int],
+) -> Iterator[None]:
     data, functions, devices = context.data, context.functions, context.placement.devices
-    window = max(
-        (monitor.window for monitor in monitors if isinstance(monitor, ThroughputMonitor)), default=_THROUGHPUT_WINDOW
-    )
-    timer = StepTimer(lambda: data.meter.waited, window)
     status = StatusWriter(folders, timer, data.meter, context.process_group, len(devices), context.log)
     # ThroughputMonitor comes first, as the other callbacks see what it adds to the logs.
     first = [callback for callback in monitors if isinstance(callback, ThroughputMonitor)]
@@ -273,7 +283,7 @@ def _monitored(
         for monitor in monitors:
             stack.callback(monitor.detach)
             monitor.attach(attachment, context.arguments)
-        yield timer
+        yield
 
 
 @contextmanager

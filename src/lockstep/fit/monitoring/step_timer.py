@@ -168,6 +168,7 @@ class StepTimer(StepHook):
         waited: gives the total seconds in which no step could run for lack of data.
         window: number of steps that :attr:`recent` looks back.
         clock: gives seconds.
+        compiled: for shapes of a batch the number of steps that were made with them; of an earlier call with the same programs.
 
     Attributes:
         progress: of the call.
@@ -177,12 +178,17 @@ class StepTimer(StepHook):
     """
 
     def __init__(
-        self, waited: Callable[[], float], window: int, clock: Callable[[], float] = time.perf_counter
+        self,
+        waited: Callable[[], float],
+        window: int,
+        clock: Callable[[], float] = time.perf_counter,
+        compiled: Callable[[keras.Model], dict[Any, int]] | None = None,
     ) -> None:
         self._waited, self._clock = waited, clock
         self.progress, self.phase, self.has_begun = FitProgress(), ("start", clock()), False
         self.logs: Any = None
-        self._counts: dict[Any, int] = {}
+        counts: dict[Any, int] = {}
+        self._compiled = compiled or (lambda model: counts)
         self._rows, self._is_compiling = 0, False
         self._done = TimerReading()  # in spans that have ended
         self._opened: tuple[float, float, int] | None = None  # time, waits and steps at the beginning of the span
@@ -205,10 +211,11 @@ class StepTimer(StepHook):
             self.enter(_OTHERS[kind])
             return
         shapes = tuple(np.shape(leaf) for leaf in jax.tree.leaves(batch, is_leaf=is_rows))
-        count = self._counts.get(shapes, 0)
+        counts = self._compiled(model)
+        count = counts.get(shapes, 0)
         self._rows, self._is_compiling = shapes[0][0] if shapes and shapes[0] else 0, count < _COMPILED
         if self._is_compiling:
-            self._counts[shapes] = count + 1
+            counts[shapes] = count + 1
             self.pause()
         self.enter("compiling" if count == 0 else "step")
 
