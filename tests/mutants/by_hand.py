@@ -589,7 +589,7 @@ FAULTS = [
     Mutant(
         "handshake-without-limit",
         "distributed/control/handshake.py",
-        "self._loop.later(HANDSHAKE_SECONDS, lambda: self._reject(connection, _SILENT))",
+        "self._loop.later(HANDSHAKE_SECONDS, lambda: self._reject(connection, _SILENT, again=True))",
         "pass",
         "A connection that says nothing stays for ever.",
     ),
