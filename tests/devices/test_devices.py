@@ -5,6 +5,7 @@ import pytest
 
 import lockstep
 from lockstep.devices.cpu_devices import check_shared_thread_pool
+from lockstep.devices.determinism import describe_determinism
 from lockstep.devices.names import parse_device_name
 
 
@@ -74,3 +75,11 @@ def test_a_program_that_runs_in_a_tool_gets_the_devices_of_both(python, reserved
         code=RESERVED.format(reserved=reserved, count=count), environ=dict.fromkeys(("XLA_FLAGS", "PJRT_NPROC"))
     )
     assert (done.returncode, done.stdout) == (0, f"{found} 2\n"), done.stderr
+
+
+def test_the_description_of_determinism_compares_with_the_pool_that_was_set():
+    lockstep.config.set_deterministic(cpu_threads=32)  # That of the tests: they have eight devices.
+    try:
+        assert describe_determinism(jax.devices()[0]) == "deterministic, on a pool of 32 CPU threads"
+    finally:
+        lockstep.config.set_deterministic(False)
