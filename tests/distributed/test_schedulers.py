@@ -127,6 +127,7 @@ def test_kubeflow_without_torchrun_is_one_process_a_machine():
     assert (group.workers, group.local_workers) == (3, 1)
     (note,) = group.notes
     assert "PET_NPROC_PER_NODE is 4, but nothing has started more than this process here" in note
+    assert TorchrunClusterResolver({**kubeflow(1), "PET_NPROC_PER_NODE": "1"}).group().notes == ()
     under_torchrun = {**kubeflow(1), **torchrun(5, 12, 1, 4)}
     assert TorchrunClusterResolver(under_torchrun).group().workers == 12
 
