@@ -20,6 +20,7 @@ import contextlib
 import enum
 import math
 import os
+import signal
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import index
 from pathlib import Path
@@ -148,6 +149,19 @@ def shown(value: object) -> str:
     except Exception:  # Nested too deeply, a number of too many digits, or an error in code of the user's.
         return f"a value of type {type(value).__name__}"
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}…"
+
+
+def signal_name(number: int) -> str:
+    """Return the name of a signal; Python has names for the first and the last of the real-time signals only.
+
+    Example:
+        >>> signal_name(9), signal_name(40)
+        ('SIGKILL', 'signal 40')
+    """
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def describe_error(error: BaseException) -> str:

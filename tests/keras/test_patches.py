@@ -48,6 +48,7 @@ def owners(patch, model):
         "model": model,
         "model of KerasHub": types.SimpleNamespace(**dict.fromkeys(patch.attributes)),
         "layer": model.layers[2],
+        "layer of a subclass of BatchNormalization": model.layers[2],
         "module of the backend's convolutions": graph.backend_nn,
         "optimizer": model.optimizer,
     }

@@ -19,12 +19,13 @@ from typing import Any
 
 import jax
 import keras
+import numpy as np
 from keras.src.backend import nn as backend_nn
 from keras.src.backend.common.masking import get_keras_mask as get_keras_mask
 from keras.src.backend.common.masking import set_keras_mask as set_keras_mask
 from keras.src.backend.common.stateless_scope import get_stateless_scope
 
-from lockstep._keras.patches import CONVOLUTIONS, LAYER_CALL, SYNCHRONIZED_FLAG, patched, patched_method
+from lockstep._keras.patches import CONVOLUTIONS, LAYER_CALL, MOMENTS, SYNCHRONIZED_FLAG, patched, patched_method
 
 AttributeLeaf = tuple[Any, str, int]  # a layer, the name of its attribute, and the number of the leaf in that tree
 
@@ -84,6 +85,8 @@ def clear_synchronized(model: keras.Model) -> Iterator[None]:
 def disable_batch_statistics(model: keras.Model) -> Iterator[list[keras.Layer]]:
     """Make each BatchNormalization use its moving statistics while this context is open, so that it treats each row separately.
 
+    A subclass with its own ``call`` may do more in training: there only the moments of the batch are replaced.
+
     Yields:
         A list to which each layer is added that is called with ``training=True``.
     """
@@ -101,7 +104,17 @@ def disable_batch_statistics(model: keras.Model) -> Iterator[list[keras.Layer]]:
 
         return call if "training" in signature.parameters else method
 
-    with patched_method(LAYER_CALL, _normalizations(model), around):
+    def around_moments(layer: Any, method: Any) -> Any:
+        def moments(*args: Any, **kwargs: Any) -> Any:
+            called.append(layer)
+            return keras.ops.convert_to_tensor(layer.moving_mean), keras.ops.convert_to_tensor(layer.moving_variance)
+
+        return moments
+
+    layers, original = _normalizations(model), keras.layers.BatchNormalization.call
+    of_keras = [layer for layer in layers if type(layer).call is original]
+    others = [layer for layer in layers if type(layer).call is not original]
+    with patched_method(LAYER_CALL, of_keras, around), patched_method(MOMENTS, others, around_moments):
         yield called
 
 
@@ -135,14 +148,34 @@ def lacks_aggregation(model: keras.Model, variable: keras.Variable) -> bool:
 
 def attribute_arrays(model: keras.Layer) -> dict[AttributeLeaf, jax.Array]:
     """Return the arrays that a model and its layers hold in attributes, alone or in lists, tuples and dicts."""
+    return _attribute_leaves(model, (jax.Array,))
+
+
+def attribute_numbers(model: keras.Layer) -> dict[AttributeLeaf, Any]:
+    """Return the numbers of Python and NumPy, and NumPy's arrays, that a model and its layers hold in attributes, likewise."""
+    return _attribute_leaves(model, (bool, int, float, complex, np.generic, np.ndarray))
+
+
+def _attribute_leaves(model: keras.Layer, kinds: tuple[type, ...]) -> dict[AttributeLeaf, Any]:
     return {
         (layer, name, number): leaf
         for layer in model._flatten_layers()
         for name, value in vars(layer).items()
-        if isinstance(value, (jax.Array, list, tuple, dict))
+        if isinstance(value, (*kinds, list, tuple, dict))
         for number, leaf in enumerate(keras.tree.flatten(value))
-        if isinstance(leaf, jax.Array)
+        if isinstance(leaf, kinds)
     }
+
+
+def changed_numbers(before: dict[AttributeLeaf, Any], after: dict[AttributeLeaf, Any]) -> dict[AttributeLeaf, Any]:
+    """Return the numbers of ``after`` that ``before`` does not have, or not with this value."""
+    return {
+        place: value for place, value in after.items() if place not in before or not _is_equal(before[place], value)
+    }
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    return one is other or (type(one) is type(other) and bool(np.array_equal(one, other)))
 
 
 def forget_losses(model: keras.Model) -> None:
@@ -161,7 +194,7 @@ def training_argument(model: keras.Model) -> dict[str, bool]:
 
 
 def set_attribute_arrays(leaves: list[AttributeLeaf], arrays: list[Any]) -> None:
-    """Put arrays into the attributes that :func:`attribute_arrays` found."""
+    """Put arrays, or numbers, into the attributes that :func:`attribute_arrays` or :func:`attribute_numbers` found."""
     for (layer, name, number), array in zip(leaves, arrays, strict=True):
         values = keras.tree.flatten(vars(layer)[name])
         values[number] = array

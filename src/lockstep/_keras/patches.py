@@ -123,6 +123,13 @@ LAYER_CALL = Patch(
     reason="outputs of layers are recorded, or a layer computes in another way during this trace",
     public_api="hooks around Layer.__call__",
 )
+MOMENTS = Patch(
+    target="layer of a subclass of BatchNormalization",
+    attributes=("_moments",),
+    lifetime="one trace",
+    reason="the proof follows what a user's normalization does besides the statistics of the batch, which replicas have by design",
+    public_api="a method of BatchNormalization for the moments",
+)
 CONVOLUTIONS = Patch(
     target="module of the backend's convolutions",
     attributes=("conv", "depthwise_conv"),
@@ -174,6 +181,7 @@ PATCHES = (
     STATE_SYNC,
     STATELESS_CALL,
     LAYER_CALL,
+    MOMENTS,
     CONVOLUTIONS,
     LOSS,
     OPTIMIZER_UPDATE,

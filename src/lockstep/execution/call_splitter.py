@@ -20,7 +20,9 @@ import numpy as np
 
 from lockstep._keras.graph import (
     attribute_arrays,
+    attribute_numbers,
     cause_of,
+    changed_numbers,
     disable_batch_statistics,
     get_keras_mask,
     is_seed,
@@ -34,6 +36,7 @@ from lockstep.execution.rowwise import (
     RowAxis,
     RowDependence,
     RowMean,
+    Seeded,
     Trace,
     draws_for_each_row,
     infer_dependences,
@@ -66,8 +69,9 @@ class ModelCall:
         function: its original ``stateless_call``.
         trainable: values of the trainable variables.
         non_trainable: values of the non-trainable variables.
-        leaves: the other arguments, flattened.
-        structure: tree structure of ``leaves``.
+        leaves: the other arguments, flattened, then the Keras masks of those that have one.
+        structure: tree structure of the arguments.
+        masked: positions of the arguments that have a mask.
         rows: number of rows of the first array of the first argument; 0 if it has none.
         is_cut: for each leaf whether replicas get only their rows of it.
     """
@@ -78,6 +82,7 @@ class ModelCall:
     non_trainable: list[Any]
     leaves: list[Any]
     structure: Any
+    masked: tuple[int, ...]
     rows: int
     is_cut: list[bool]
 
@@ -98,17 +103,26 @@ class ModelCall:
         leaves, structure = jax.tree.flatten(arguments)
         inputs = len(jax.tree.leaves(arguments[0][:1]))
         rows = next((np.shape(leaf)[0] for leaf in leaves[:inputs] if np.ndim(leaf)), 0)
+        masked = tuple(n for n, leaf in enumerate(leaves) if _is_array(leaf) and get_keras_mask(leaf) is not None)
+        leaves = [*leaves, *(jnp.asarray(get_keras_mask(leaves[position])) for position in masked)]
         is_cut = [np.ndim(leaf) > 0 and np.shape(leaf)[0] == rows for leaf in leaves]
-        return cls(model, function, trainable, non_trainable, leaves, structure, rows, is_cut)
+        return cls(model, function, trainable, non_trainable, leaves, structure, masked, rows, is_cut)
 
     def make(self) -> tuple[Any, list[Any], list[Any]]:
         """Make the call as it is; return outputs, new values of the non-trainable variables, and losses."""
-        args, kwargs = jax.tree.unflatten(self.structure, self.leaves)
+        args, kwargs = self.arguments(self.leaves)
         return self.function(self.trainable, self.non_trainable, *args, return_losses=True, **kwargs)
+
+    def arguments(self, leaves: list[Any]) -> Any:
+        """Return the arguments, positional and by keyword, of ``leaves``, to which their masks are attached."""
+        count = len(leaves) - len(self.masked)
+        for position, mask in zip(self.masked, leaves[count:], strict=True):
+            set_keras_mask(leaves[position], mask)
+        return jax.tree.unflatten(self.structure, leaves[:count])
 
     @property
     def inputs(self) -> list[Any]:
-        """The arguments that are cut into rows."""
+        """The arguments, and masks, that are cut into rows."""
         return [leaf for leaf, is_cut in zip(self.leaves, self.is_cut, strict=True) if is_cut]
 
     @property
@@ -123,13 +137,15 @@ class _ResultForm:
 
     Attributes:
         outputs: tree structure of the outputs.
-        has_mask: for each output whether it has a Keras mask.
+        has_mask: for each output, then each array in ``attributes``, whether it has a Keras mask.
         attributes: where layers store arrays in attributes while they are called; the rest of a step may use these.
+        numbers: the numbers that layers store in attributes, likewise, and where.
     """
 
     outputs: Any
     has_mask: tuple[bool, ...]
     attributes: tuple[Any, ...]
+    numbers: dict[Any, Any]
 
 
 @dataclass(frozen=True)
@@ -190,14 +206,15 @@ class OutputSpec:
         row_axes: for outputs, then losses, then stored attributes, then masks: where the rows are, or None if the result has no
             rows and replicas average it.
         dtypes: of the same results.
-        equal_state: positions of the non-trainable variables whose new values are proved to be the same on each replica.
+        first_state: positions of the non-trainable variables that get the value of the first replica: it is proved to be that of
+            each, or random numbers, which have no mean.
         allows_padding: whether rows after those of a replica change none of its results.
     """
 
     form: _ResultForm
     row_axes: tuple[RowAxis | None, ...]
     dtypes: tuple[Any, ...]
-    equal_state: frozenset[int]
+    first_state: frozenset[int]
     allows_padding: bool
 
 
@@ -229,17 +246,20 @@ def infer_output_spec(call: ModelCall, whole: CallTrace, sizes: set[int]) -> Out
     parts = []
     for size in (*proved, *(sizes - {*proved})):
         with _explaining_size(call.rows, size):
-            parts.append(_trace(call, size).trace)
+            part_call = _trace(call, size)
+        _check_numbers(whole.form.numbers, part_call.form.numbers, call.rows, size)
+        parts.append(part_call.trace)
     shapes = whole.trace.shapes[: len(whole.trace.shapes) - len(whole.averaged)]
     found, allows_padding = [], not whole.has_replica_state
-    equal_state = {variable.position for variable in whole.averaged}
+    first_state = {variable.position for variable in whole.averaged}
     for part in parts[: len(proved)]:
         deps = _follow_rows(whole.trace, part)
         for variable, dep in zip(whole.averaged, deps[len(shapes) :], strict=True):
             _check_variable(variable, dep)
-            if dep is not None:
-                equal_state.discard(variable.position)
+            if not (dep is None or (variable.reason and isinstance(dep, Seeded))):
+                first_state.discard(variable.position)
         found.append(tuple(_row_axis(*one) for one in zip(shapes, deps, strict=False)))
+        _check_noise(whole.form, deps[: len(shapes) - sum(whole.form.has_mask)])
         has_mean = any(isinstance(dep, RowMean) for dep in deps)
         allows_padding &= not has_mean and (not whole.draws or draws_for_each_row(whole.trace, part))
     for part in parts:
@@ -249,7 +269,17 @@ def infer_output_spec(call: ModelCall, whole: CallTrace, sizes: set[int]) -> Out
             raise CannotSplitError(
                 f"its results for {part.rows} of its rows have other axes of rows than those for all"
             )
-    return OutputSpec(whole.form, found[0], tuple(one.dtype for one in shapes), frozenset(equal_state), allows_padding)
+    return OutputSpec(whole.form, found[0], tuple(one.dtype for one in shapes), frozenset(first_state), allows_padding)
+
+
+def _check_numbers(whole: dict[Any, Any], part: dict[Any, Any], rows: int, size: int) -> None:
+    """Check that layers store the same numbers in attributes for ``rows`` and for ``size`` rows."""
+    for layer, name, number in (*whole, *part):
+        found = whole.get((layer, name, number)), part.get((layer, name, number))
+        if found[0] is not found[1] and found[0] != found[1]:
+            raise CannotSplitError(
+                f"layer {layer.name!r} keeps {found[0]} in its attribute {name!r} for {rows} rows, and {found[1]} for {size}"
+            )
 
 
 def split(spec: OutputSpec, call: ModelCall) -> ReplicaCall:
@@ -280,10 +310,10 @@ def join(spec: OutputSpec, result: ReplicaResult) -> tuple[Any, list[Any]]:
     values = values[: len(values) - sum(form.has_mask)]
     count = len(values) - len(form.attributes)
     outputs, losses = values[: form.outputs.num_leaves], values[form.outputs.num_leaves : count]
-    set_attribute_arrays(list(form.attributes), values[count:])
-    for output, has_mask in zip(outputs, form.has_mask, strict=True):
+    for value, has_mask in zip((*outputs, *values[count:]), form.has_mask, strict=True):
         if has_mask:
-            set_keras_mask(output, next(masks))
+            set_keras_mask(value, next(masks))
+    set_attribute_arrays([*form.attributes, *form.numbers], [*values[count:], *form.numbers.values()])
     return jax.tree.unflatten(form.outputs, outputs), losses
 
 
@@ -307,6 +337,7 @@ def _is_inexact(variable: keras.Variable) -> bool:
 
 def _trace(call: ModelCall, rows: int) -> CallTrace:
     variables = call.model.non_trainable_variables
+    numbers = attribute_numbers(call.model)
     trainable, state_end = len(call.trainable), len(call.trainable) + len(call.non_trainable)
     learned: dict[str, Any] = {}  # Python values that the traced function computes besides its arrays
 
@@ -332,6 +363,10 @@ def _trace(call: ModelCall, rows: int) -> CallTrace:
     with disable_batch_statistics(call.model) as normalizations:
         fixed = [*call.trainable, *call.non_trainable, *call.shared]
         trace = trace_for_rows(function, fixed, call.inputs, rows, seeds)
+    changed = [
+        place for place in learned["form"].numbers if place in numbers
+    ]  # A count of calls, say, is not one of traces.
+    set_attribute_arrays(changed, [numbers[place] for place in changed])
     draws = not trace.operations.keys().isdisjoint(_RANDOM_OPERATIONS)
     has_state = bool(normalizations) or learned["state"]
     return CallTrace(trace, learned["form"], learned["averaged"], has_state, draws)
@@ -355,16 +390,17 @@ def _run(
         next(cut) if is_cut else next(whole) if _is_array(leaf) else leaf
         for leaf, is_cut in zip(call.leaves, call.is_cut, strict=True)
     ]
-    args, kwargs = jax.tree.unflatten(call.structure, leaves)
-    before = attribute_arrays(call.model)
+    args, kwargs = call.arguments(leaves)
+    before, numbers_before = attribute_arrays(call.model), attribute_numbers(call.model)
     tree, state, losses = call.function(trainable, non_trainable, *args, return_losses=True, **kwargs)
     stored = {place: array for place, array in attribute_arrays(call.model).items() if array is not before.get(place)}
     outputs, structure = jax.tree.flatten(tree)
     read = {id(one): value for one, value in zip(call.model.trainable_variables, trainable, strict=True)}
     read |= {id(one): value for one, value in zip(call.model.non_trainable_variables, state, strict=True)}
     outputs = [read.get(id(leaf), leaf) for leaf in outputs]  # The model may return variables.
-    masks = [get_keras_mask(leaf) for leaf in outputs]
-    form = _ResultForm(structure, tuple(mask is not None for mask in masks), tuple(stored))
+    masks = [get_keras_mask(leaf) for leaf in (*outputs, *stored.values())]
+    numbers = changed_numbers(numbers_before, attribute_numbers(call.model))
+    form = _ResultForm(structure, tuple(mask is not None for mask in masks), tuple(stored), numbers)
     values = [jnp.asarray(value) for value in (*outputs, *losses, *stored.values())]
     return values, [mask for mask in masks if mask is not None], state, form
 
@@ -404,6 +440,14 @@ def _row_axis(whole: jax.ShapeDtypeStruct, dep: RowDependence) -> RowAxis | None
             f"it returns {whole.dtype}{list(whole.shape)}, which is neither one for each row nor an average over the rows"
         )
     return None
+
+
+def _check_noise(form: _ResultForm, deps: list[RowDependence]) -> None:
+    """Check that no output and no stored array is noise that each replica draws for itself, as their mean would be other noise."""
+    count = len(deps) - len(form.attributes)
+    for dep in (*deps[: form.outputs.num_leaves], *deps[count:]):
+        if isinstance(dep, Seeded):
+            raise CannotSplitError("it returns, or keeps in an attribute, random numbers that are not those of rows")
 
 
 def _check_variable(variable: _AveragedVariable, dep: RowDependence) -> None:

@@ -237,7 +237,7 @@ class _ForwardInterceptor:
                 self.log(f"{subject} runs on the global batch{normalized}, {self.executor.global_batch_note}: {reason}")
                 return self._call_whole(call)
             merges = tuple(
-                StateMerge.FIRST if position in spec.equal_state else state_merge(variable)
+                StateMerge.FIRST if position in spec.first_state else state_merge(variable)
                 for position, variable in enumerate(model.non_trainable_variables)
             )
             forward = SpmdForward(

@@ -174,6 +174,8 @@ class QuorumWait:
         """Return the number and, if known, the names of the nodes that this waits for."""
         spec = self.spec
         more = (spec.min_nodes if len(nodes) < spec.min_nodes else spec.max_nodes) - len(nodes)
+        if more <= 0:
+            return f"the end of the pause before the restart ({len(nodes)} of {spec.nnodes} here)"
         names = _absent_hosts(spec, nodes)
         which = f" of {listed(names)}" if names and len(names) > more else f", {listed(names)}" if names else ""
         number = counted(more, "more node")

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
-from lockstep._errors import DONE, OptionError
+from lockstep._errors import DONE, NO_PROGRESS, OptionError
 from lockstep._files import open_own
 from lockstep.distributed.cluster.env_reader import NetworkOptions, visible_gpus
 from lockstep.distributed.control.handshake import check_closed
@@ -138,6 +138,7 @@ class LocalRestartLoop:
         restarts: the remaining ones.
         signals: of the supervisor.
         log: prints a line for the user.
+        stop_at: time on the monotonic clock at which the job has to end; None: no limit.
     """
 
     job: LaunchConfig
@@ -145,6 +146,7 @@ class LocalRestartLoop:
     restarts: RestartBudget
     signals: SignalPipe
     log: Callable[[str], None]
+    stop_at: float | None = None
     remote_stop: None = None
     code: int = field(default=DONE, init=False)
     _is_over: bool = field(default=False, init=False)
@@ -204,11 +206,16 @@ class LocalRestartLoop:
         seconds = backoff_seconds(restart)
         self.log(f"restart {restart} of {self.job.max_restarts} in {seconds:g} s.")
         start_at = time.monotonic() + seconds
-        while (left := start_at - time.monotonic()) > 0:
+        is_too_late = self.stop_at is not None and start_at >= self.stop_at
+        until = self.stop_at if self.stop_at is not None and is_too_late else start_at
+        while (left := until - time.monotonic()) > 0:
             numbers, _ = self.signals.wait(left)
             if set(numbers) & set(STOP_SIGNALS):
                 return False
-        return True
+        if is_too_late:
+            self.code = NO_PROGRESS
+            self.log("the run takes longer than --timeout allows.")
+        return not is_too_late
 
 
 @dataclass(frozen=True)
@@ -247,7 +254,7 @@ class _Supervisor:
 
     def _restart_loop(self, node: int | None) -> RestartLoop | NodeExit:
         if not self.job.is_elastic:
-            return LocalRestartLoop(self.job, node or 0, self.restarts, self.signals, self._log)
+            return LocalRestartLoop(self.job, node or 0, self.restarts, self.signals, self._log, self.stop_at)
         return join_rendezvous(self.job, node, self.network, self.signals, self.stop_at, self._log)
 
     def _run_generation(self, assignment: AnyRankAssignment, remote_stop: RemoteStop | None) -> LocalWorkers:
@@ -308,4 +315,6 @@ class _Supervisor:
         self._print(f"{text}\n")
 
     def _print(self, text: str) -> None:
-        self.messages.write(f"lockstep run: {text}".encode(), waits=False)  # It never waits for a reader.
+        self.messages.write(
+            f"lockstep run: {text}".encode(errors="backslashreplace"), waits=False
+        )  # It never waits for a reader.

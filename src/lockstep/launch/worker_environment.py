@@ -36,11 +36,11 @@ _FIRST_GLIBC_WITH_HUGE_PAGES = (2, 35)
 
 def inherited_variables(job: LaunchConfig, environment: Mapping[str, str]) -> dict[str, str]:
     """Return the environment without variables that contradict the options; a job on one machine also gets a new secret."""
-    replaced = {"TF_CONFIG", *JaxClusterResolver.variables}
-    has_coordinator = job.coordinator_address is not None  # Else all processes have loopback addresses.
-    replaced |= {COORDINATOR, PORT} if has_coordinator else {BIND}
+    replaced = {"TF_CONFIG", COORDINATOR, PORT, *JaxClusterResolver.variables}
+    if job.coordinator_address is None:  # All processes have loopback addresses.
+        replaced.add(BIND)
     if job.servers is not None:
-        replaced |= {COORDINATOR, PORT, *TorchrunClusterResolver.variables}
+        replaced.update(TorchrunClusterResolver.variables)
     is_alone = job.nodes == 1 and not job.is_elastic and not environment.get(SECRET_FILE)
     secret = {SECRET: secrets.token_hex()} if is_alone else {}
     return {**secret, **{name: value for name, value in environment.items() if name not in replaced}}

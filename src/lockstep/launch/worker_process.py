@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
 
-from lockstep._errors import INTERRUPTED, NO_PROGRESS, PEER_LOST, USER_ERROR
+from lockstep._errors import INTERRUPTED, NO_PROGRESS, PEER_LOST, USER_ERROR, signal_name
 from lockstep.launch.launch_config import LaunchConfig
 from lockstep.launch.log_multiplexer import LogPump
 from lockstep.launch.rank_assignment import ProcessName
@@ -38,7 +38,7 @@ _MEANINGS = {
     NO_PROGRESS: "no progress",
     INTERRUPTED: "interrupted",
 }
-_HINTS = {
+_HINTS: dict[int, str] = {
     signal.SIGKILL: "this machine or the job may have run out of memory: see 'dmesg' or the scheduler's report",
     signal.SIGABRT: "native code aborted; its reason is printed above",
     signal.SIGSEGV: "a crash in native code; Python's stack at that time is printed above",
@@ -116,8 +116,8 @@ class ProcessFailure:
     def headline(self) -> str:
         """The failure in one sentence."""
         if self.code < 0:
-            name, hint = signal.Signals(-self.code).name, _HINTS.get(signal.Signals(-self.code))
-            return f"{self.process.name} was killed by {name}" + (f" ({hint})" if hint else "")
+            hint = _HINTS.get(-self.code)
+            return f"{self.process.name} was killed by {signal_name(-self.code)}" + (f" ({hint})" if hint else "")
         meaning = _MEANINGS.get(self.code)
         return f"{self.process.name} ended with exit code {self.code}" + (f" ({meaning})" if meaning else "")
 

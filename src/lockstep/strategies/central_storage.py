@@ -7,6 +7,7 @@ import jax
 import keras
 
 from lockstep._errors import OptionError
+from lockstep._keras.graph import layers_of
 from lockstep.collectives import Ops
 from lockstep.data.fit_entry import InputOptions
 from lockstep.devices.determinism import is_deterministic
@@ -28,7 +29,8 @@ class _OptimizerBuilder:
     def around_fit(self, context: FitContext) -> Iterator[None]:
         """See :class:`lockstep.fit.hooks.FitHook`."""
         model, optimizer = context.model, context.model.optimizer
-        if model.built and optimizer is not None and not optimizer.built:
+        is_built = model.built and all(layer.built for layer in layers_of(model))  # build(shape) may leave out layers.
+        if is_built and optimizer is not None and not optimizer.built:
             with jax.default_device(self._device):
                 optimizer.build(model.trainable_variables)
         yield

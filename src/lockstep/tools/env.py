@@ -37,7 +37,7 @@ _RELEVANT = re.compile(
     re.IGNORECASE,
 )
 _SECRET = re.compile(
-    "SECRET|TOKEN|PASSWORD|PASSWD|KEY|CREDENTIAL|PROXY", re.IGNORECASE
+    "SECRET|TOKEN|JWT|AUTH|COOKIE|PASSWORD|PASSWD|KEY|CREDENTIAL|PROXY", re.IGNORECASE
 )  # The URL of a proxy may contain a password.
 _DEVICES = "import jax, json, sys; sys.stdout.write(json.dumps([[str(one), one.device_kind] for one in jax.devices()]))"
 _GIB = 2**30

@@ -20,7 +20,7 @@ from typing import Any
 
 import keras
 
-from lockstep._errors import OptionError
+from lockstep._errors import OptionError, signal_name
 from lockstep._keras.trainer import intercept_fit
 from lockstep.doctor.base import calling_location
 from lockstep.launch.worker_process import die_with_parent
@@ -210,7 +210,7 @@ def _describe_exit(code: int, output: str) -> str:
     last = next((line.strip() for line in reversed(output.splitlines()) if line.strip()), "no output")[:300]
     if code == -signal.SIGKILL:
         return "The process was killed (SIGKILL), usually because memory ran out."
-    ended = f"by {signal.Signals(-code).name}" if code < 0 else f"with code {code}"
+    ended = f"by {signal_name(-code)}" if code < 0 else f"with code {code}"
     return f"The process ended {ended}: {last}"
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from lockstep.execution.jaxpr_utils import equations_of
 from lockstep.execution.rowwise.row_axes import (
@@ -89,10 +89,19 @@ def trace_for_rows(
 
 def infer_dependences(one: Trace, other: Trace) -> RowDependences:
     """Return the dependence of each result on the rows, from traces of a function with two numbers of rows, each at least 2."""
+    effects = next(filter(_has_side_effect, equations_of(one.closed.jaxpr)), None)
+    if effects is not None:
+        reason = f"{effects.primitive.name} has a side effect, which each replica would have"
+        return [Mixed(reason).located_at(effects)] * len(one.closed.jaxpr.outvars)
     batch = len(one.closed.jaxpr.invars) - one.fixed
     fixed = [Seeded() if number in one.seeds else None for number in range(one.fixed)]
     deps: RowDependences = [*fixed, *[RowAxis(0)] * batch]
     return _JaxprReader((one.rows, other.rows)).closed(one.closed, other.closed, deps)
+
+
+def _has_side_effect(equation: JaxprEqn) -> bool:
+    """Return whether an operation writes to a reference or calls the host for more than a message."""
+    return any("Debug" not in type(effect).__name__ for effect in equation.effects)
 
 
 def draws_for_each_row(one: Trace, other: Trace) -> bool:
@@ -254,7 +263,13 @@ class _JaxprReader:
             # The gradient of a value without rows, such as a weight, is a sum over the rows.
             cotangents = [RowSum() if is_fixed(dep) else dep for dep in found]
             reader = _JaxprReader(self.rows, checks_gradients=False)
-            for before, after in zip(own, reader.closed(one, other, [*own, *cotangents]), strict=True):
+            results = reader.closed(one, other, [*own, *cotangents])
+            for before, after in zip(found, results[: len(found)], strict=True):
+                if not (after == before or (is_fixed(before) and is_fixed(after)) or _is_axis_of(before, after)):
+                    raise MixedRowsError(
+                        f"{pair.name} has a custom derivative that computes other results than the function"
+                    )
+            for before, after in zip(own, results[len(found) :], strict=True):
                 if isinstance(after, Mixed):
                     raise MixedRowsError(f"{pair.name} has a custom derivative, in which {after}")
                 is_kept = after == before or (isinstance(before, RowAxis) and before.uniform)
@@ -272,13 +287,15 @@ class _JaxprReader:
         return [_merge_alternatives(list(deps), "cond") for deps in zip(*found, strict=True)]
 
     def scan(self, pair: EquationPair, inputs: RowDependences) -> RowDependences:
-        check_params(pair, ("jaxpr",))
+        check_params(pair, ("jaxpr", "length"))
         constants, carried = pair.param("num_consts"), pair.param("num_carry")
         given = inputs[: constants + carried]
+        if any(isinstance(dep, RowAxis) and dep.axis == 0 for dep in inputs[constants + carried :]):
+            return self._map_over_rows(pair, inputs)
         slices = []
+        if len(set(pair.params("length"))) > 1:
+            raise MixedRowsError("scan: its length changes with the number of rows")
         for dep in inputs[constants + carried :]:
-            if isinstance(dep, RowAxis) and dep.axis == 0:
-                raise MixedRowsError("scan works along the rows")
             slices.append(replace(dep, axis=dep.axis - 1) if isinstance(dep, RowAxis) else dep)
 
         def once(carry: RowDependences) -> tuple[RowDependences, RowDependences]:
@@ -288,14 +305,32 @@ class _JaxprReader:
         carry, stacked = _fixed_point(given[constants:], once)
         return [*carry, *(replace(one, axis=one.axis + 1) if isinstance(one, RowAxis) else one for one in stacked)]
 
+    def _map_over_rows(self, pair: EquationPair, inputs: RowDependences) -> RowDependences:
+        """Follow a scan whose slices are rows: without a carry each result is that of one row."""
+        constants, rows = pair.param("num_consts"), RowAxis(0)
+        if pair.param("num_carry") or pair.params("length") != self.rows:
+            raise MixedRowsError("scan works along the rows")
+        if any(dep is not None for dep in inputs[:constants]) or any(dep != rows for dep in inputs[constants:]):
+            raise MixedRowsError("scan combines rows with other values")
+        found = self.closed(*pair.params("jaxpr"), [None] * len(inputs))
+        if any(dep is not None for dep in found):
+            raise MixedRowsError("scan works along the rows, and depends on their number")
+        return [rows] * len(found)
+
     def linear_solve(self, pair: EquationPair, inputs: RowDependences) -> RowDependences:
-        """Follow the function that solves the system; the other functions are for derivatives."""
+        """Follow the functions that solve the system and, for derivatives, the transposed one."""
         check_params(pair, ("jaxprs",))
         lengths = pair.param("const_lengths")
         begin = lengths.matvec + lengths.vecmat
         given = [*inputs[begin : begin + lengths.solve], *inputs[sum(lengths) :]]
         one, other = pair.params("jaxprs")
-        return self.closed(one.solve, other.solve, given)
+        found = self.closed(one.solve, other.solve, given)
+        if self.checks_gradients and one.transpose_solve is not None:
+            transposed = [*inputs[sum(lengths) - lengths.transpose_solve :]]
+            for dep in self.closed(one.transpose_solve, other.transpose_solve, transposed):
+                if isinstance(dep, Mixed):
+                    raise MixedRowsError(f"custom_linear_solve has a transposed solution, in which {dep}")
+        return found
 
     def loop(self, pair: EquationPair, inputs: RowDependences) -> RowDependences:
         check_params(pair, ("cond_jaxpr", "body_jaxpr"))
@@ -309,6 +344,13 @@ class _JaxprReader:
         if not is_fixed(condition):
             raise MixedRowsError("while has a condition that depends on several rows")
         return carry
+
+
+def _is_axis_of(one: RowDependence, other: RowDependence) -> bool:
+    """Return whether two values have their rows at the same place."""
+    if not (isinstance(one, RowAxis) and isinstance(other, RowAxis)):
+        return False
+    return replace(one, uniform=False) == replace(other, uniform=False)
 
 
 def _fixed_point(

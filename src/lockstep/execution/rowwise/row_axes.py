@@ -233,7 +233,7 @@ def check_params(pair: EquationPair, row_dependent: Sequence[str] = ()) -> None:
 
 
 def backward_of(equation: JaxprEqn) -> ClosedJaxpr:
-    """Return the jaxpr of the backward pass of a function with a custom derivative: (inputs, cotangents) to gradients of the inputs."""
+    """Return the jaxpr of the derivative of a function with a custom one: (inputs, cotangents) to results, and gradients of the inputs."""
     inputs: list[Any] = [atom for atom in dict.fromkeys(equation.invars) if not isinstance(atom, Literal)]
     results: list[Any] = equation.outvars
     called = equation.params["call_jaxpr"].jaxpr
@@ -241,15 +241,20 @@ def backward_of(equation: JaxprEqn) -> ClosedJaxpr:
     function = jaxpr_as_fun(ClosedJaxpr(alone, []))
 
     def backward(primals: list[Any], cotangents: list[Any]) -> list[Any]:
-        return jax.vjp(function, *primals)[1](cotangents)
+        results, pull = jax.vjp(function, *primals)
+        return [*results, *pull(cotangents)]
 
     return jax.make_jaxpr(backward)([one.aval for one in inputs], [one.aval for one in results])
 
 
 def has_known_derivative(equation: JaxprEqn) -> bool:
-    """Return whether a function with a custom derivative is one of JAX's or Keras's, whose derivatives are those of their formulas."""
-    source = equation.params["call_jaxpr"].jaxpr.debug_info.func_src_info
-    return str(source).partition(" at ")[2].startswith(_LIBRARIES)
+    """Return whether a function with a custom derivative is one of JAX's or Keras's, whose derivatives are those of their formulas.
+
+    A user may give one of these another derivative, and ``jax.lax.custom_root`` gets a part of its derivative from the user.
+    """
+    infos = equation.params["call_jaxpr"].jaxpr.debug_info, equation.params["jvp_jaxpr_fun"].debug_info
+    sources = [str(info.func_src_info) for info in infos]
+    return "custom_root" not in sources[0] and all(one.partition(" at ")[2].startswith(_LIBRARIES) for one in sources)
 
 
 def is_same(one: Any, other: Any) -> bool:

@@ -262,6 +262,8 @@ def _reshape(pair: EquationPair, inputs: RowDependences) -> RowDependences:
     (dep,) = inputs[:1]
     if not isinstance(dep, RowAxis):
         return [dep]
+    if pair.param("dimensions") is not None:
+        raise MixedRowsError("reshape permutes the axes, too")
     shape, target = pair.shapes(0)[0], pair.result_shapes()
     before = prod(shape[: dep.axis]) * dep.outer
     after = dep.inner * prod(shape[dep.axis + 1 :])
@@ -295,7 +297,7 @@ def _iota(pair: EquationPair, inputs: RowDependences) -> RowDependences:
 def _random_values(pair: EquationPair, inputs: RowDependences) -> RowDependences:
     dep = inputs[0]
     if isinstance(dep, RowAxis):  # a key for each row
-        return [replace(dep, uniform=True)] * pair.num_results
+        return [dep] * pair.num_results
     return [_uniform_dependence(pair)]
 
 
@@ -475,9 +477,12 @@ def _adds_only_zero(pair: EquationPair, inputs: RowDependences) -> bool:
 
 
 def _is_rounded(pair: EquationPair) -> bool:
-    """Return whether the operation rounds to an integer."""
-    before, after = (jnp.issubdtype(dtype, jnp.inexact) for dtype in pair.dtypes())
-    return not after and (before or pair.name == "div")
+    """Return whether the operation rounds to an integer, or to fewer bits of one, or to a bool."""
+    before, after = pair.dtypes()
+    if jnp.issubdtype(after, jnp.inexact):
+        return False
+    is_narrower = after.itemsize < before.itemsize or np.dtype(bool) in (before, after)
+    return jnp.issubdtype(before, jnp.inexact) or pair.name == "div" or is_narrower
 
 
 def _is_zero(atom: Any) -> bool:

@@ -1,0 +1,191 @@
+"""What a call of a model leaves besides its outputs (masks, attributes, noise): under replicas as in plain Keras, or on the global batch."""
+
+import contextlib
+
+import jax
+import keras
+import numpy as np
+import pytest
+from keras import layers, ops
+
+import lockstep
+
+ROWS, BATCH = 24, 8
+X = np.random.default_rng(0).normal(size=(ROWS, 6)).astype("float32")
+Y = X[:, :1] * 2 + 1
+TOKENS = np.random.default_rng(1).integers(0, 3, (ROWS, 5))
+
+
+class KeepsRows(keras.Model):
+    """Divides by a number of rows that its call has kept."""
+
+    def __init__(self):
+        super().__init__()
+        self.last, self.kept = layers.Dense(1), {}
+
+    def call(self, x):
+        self.kept = {"rows": ops.shape(x)[0], "share": 1.0}
+        return self.last(x)
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        return ops.sum((y - y_pred) ** 2) / self.kept["rows"]
+
+
+class CountsCalls(keras.Model):
+    """Counts in Python how often it is called, which is no business of its rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.last, self.calls = layers.Dense(1), 0
+
+    def call(self, x):
+        self.calls += 1
+        return self.last(x)
+
+
+class KeepsMasked(keras.Model):
+    """Uses a tensor with a mask, which its call has kept, in its loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.pool = layers.Embedding(5, 4, mask_zero=True), layers.GlobalAveragePooling1D()
+        self.last = layers.Dense(1)
+
+    def call(self, x):
+        self.kept = self.embed(x)
+        return self.last(self.pool(self.kept))
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        return ops.mean((y - y_pred) ** 2) + ops.mean(self.pool(self.kept) ** 2)
+
+
+class EncoderDecoder(keras.Model):
+    """Gives a model the masked output of another one."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = keras.Sequential([layers.Embedding(5, 4, mask_zero=True), layers.Dense(3)])
+        self.decoder = keras.Sequential([layers.GlobalAveragePooling1D(), layers.Dense(1)])
+        self.encoder.build((None, 5))
+        self.decoder.build((None, 5, 3))
+        self.decoder.supports_masking = True
+
+    def call(self, x):
+        return self.decoder(self.encoder(x))
+
+    def train_step(self, state, data):
+        trainable, others, optimizer, metrics = state
+        x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
+        count = len(self.encoder.trainable_variables)
+
+        def loss_of(trainable):
+            hidden, _ = self.encoder.stateless_call(trainable[:count], [], x)
+            found, _ = self.decoder.stateless_call(trainable[count:], [], hidden)
+            return ops.mean((y - found) ** 2)
+
+        loss, gradients = jax.value_and_grad(loss_of)(trainable)
+        trainable, optimizer = self.optimizer.stateless_apply(optimizer, gradients, trainable)
+        return {"loss": loss}, (trainable, others, optimizer, metrics)
+
+
+class Counting(layers.BatchNormalization):
+    """Counts rows besides, in training, in a variable without an aggregation."""
+
+    def build(self, shape):
+        super().build(shape)
+        self.rows = self.add_weight(shape=(), initializer="zeros", trainable=False, name="rows")
+
+    def call(self, x, training=None, mask=None):
+        if training:
+            self.rows.assign(self.rows + ops.sum(ops.cast(x[:, 0] > 0, "float32")))
+        return super().call(x, training=False)
+
+
+class NoisyMask(layers.Layer):
+    """Draws a mask of its inputs' columns and keeps it in a variable."""
+
+    def __init__(self):
+        super().__init__()
+        self.seed = keras.random.SeedGenerator(3)
+
+    def build(self, shape):
+        self.mask = self.add_weight(shape=(shape[-1],), initializer="ones", trainable=False, name="mask")
+
+    def call(self, x, training=False):
+        if training:
+            self.mask.assign(ops.cast(keras.random.uniform((x.shape[-1],), seed=self.seed) > 0.5, "float32"))
+        return x * self.mask
+
+
+def sequential(layer):
+    return lambda: keras.Sequential([keras.Input((6,)), layers.Dense(4, "tanh"), layer(), layers.Dense(1)])
+
+
+class Function(layers.Layer):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def call(self, x):
+        return self.function(x)
+
+    def compute_output_shape(self, shape):
+        return shape
+
+
+@jax.custom_vjp
+def centred_in_training(x):
+    return x
+
+
+centred_in_training.defvjp(lambda x: (x - x.mean(0), None), lambda _, gradient: (gradient,))
+
+
+def by_rows(x):
+    return ops.map(lambda row: ops.cumsum(row) * 0.1 + ops.flip(row, 0), x)
+
+
+CASES = {
+    "a number of rows in an attribute": (KeepsRows, X),
+    "a count of calls in an attribute": (CountsCalls, X),
+    "a kept tensor with a mask": (KeepsMasked, TOKENS),
+    "a masked input of a model": (EncoderDecoder, TOKENS),
+    "a subclass of BatchNormalization": (sequential(Counting), X),
+    "a reshape in Fortran's order": (sequential(lambda: Function(lambda x: x.ravel(order="F").reshape(x.shape))), X),
+    "a forward pass that is another one in training": (sequential(lambda: Function(centred_in_training)), X),
+    "a map over the rows": (sequential(lambda: Function(by_rows)), X),
+}
+
+
+def trained(make, data, scope, rows=ROWS):
+    keras.utils.set_random_seed(0)
+    with scope:
+        model = make()
+        model.compile(keras.optimizers.SGD(0.05), None if isinstance(model, EncoderDecoder) else "mse")
+    losses = model.fit(data[:rows], Y[:rows], batch_size=BATCH, epochs=2, shuffle=False, verbose=0).history["loss"]
+    return [*model.get_weights(), losses]
+
+
+@pytest.mark.parametrize(("replicas", "rows"), [(2, ROWS), (3, ROWS - 3)], ids=["even", "uneven"])
+@pytest.mark.parametrize("name", CASES)
+def test_what_a_call_leaves_is_that_of_one_device(name, replicas, rows):
+    make, data = CASES[name]
+    strategy = lockstep.MirroredStrategy(["cpu:0", "cpu:1"], replicas=replicas)
+    expected = trained(make, data, contextlib.nullcontext(), rows)
+    for found, one in zip(trained(make, data, strategy.scope(), rows), expected, strict=True):
+        np.testing.assert_allclose(found, one, rtol=2e-5, atol=1e-6)
+
+
+def test_a_map_over_the_rows_is_split(caplog):
+    with caplog.at_level("INFO", logger="lockstep"):
+        trained(CASES["a map over the rows"][0], X, lockstep.MirroredStrategy(["cpu:0", "cpu:1"]).scope())
+    assert "global batch" not in caplog.text
+
+
+def test_noise_in_a_variable_without_an_aggregation_is_that_of_one_device():
+    keras.utils.set_random_seed(0)
+    with lockstep.MirroredStrategy(["cpu:0", "cpu:1"], replicas=3).scope():
+        model = sequential(NoisyMask)()
+        model.compile("sgd", "mse")
+    model.fit(X, Y, batch_size=BATCH, verbose=0)
+    assert set(np.unique(model.layers[1].mask)) <= {0.0, 1.0}
