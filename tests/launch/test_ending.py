@@ -51,7 +51,14 @@ def test_a_stopped_worker_of_a_killed_supervisor_ends_too(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("last", "code"),
-    [("", 0), ("sys.exit(3)", 3), ("os.kill(os.getpid(), signal.SIGKILL)", 137), ("raise ValueError", 13)],
+    [
+        ("", 0),
+        ("sys.exit(3)", 3),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 137),
+        pytest.param("os.kill(os.getpid(), 40)", 168, id="a signal without a name"),
+        ("raise ValueError", 13),
+        pytest.param("raise ValueError('caf' + chr(0xDCE9))", 13, id="a byte that is no text"),
+    ],
 )
 def test_what_a_worker_leaves_behind_ends_with_it(tmp_path, last, code):
     done = run(program(tmp_path, TWO_GENERATIONS + last))

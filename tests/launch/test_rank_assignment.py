@@ -134,6 +134,24 @@ def test_an_address_to_listen_on_is_inherited_only_by_workers_that_have_given_ad
     assert ("LOCKSTEP_BIND" in inherited_variables(job(**options), {"LOCKSTEP_BIND": "10.0.0.1"})) == is_kept
 
 
+@pytest.mark.parametrize("options", [{"workers": 2}, {"servers": 1}, {"workers": 2, "coordinator": "10.0.0.1"}])
+def test_an_address_of_another_job_is_not_inherited(options):
+    kept = inherited_variables(job(**options), {"LOCKSTEP_COORDINATOR": "192.0.2.1:5", "LOCKSTEP_PORT": "7"})
+    assert not kept.keys() & {"LOCKSTEP_COORDINATOR", "LOCKSTEP_PORT"}
+
+
+def test_a_pause_before_a_restart_ends_at_the_limit_of_the_run():
+    lines, waits = [], []
+    signals = SimpleNamespace(wait=lambda seconds: waits.append(seconds) or time.sleep(seconds) or ((), ()))
+    loop = LocalRestartLoop(job(), 0, RestartBudget(9), signals, lines.append, stop_at=time.monotonic() + 0.1)
+    assignments = loop.assignments()
+    next(assignments)
+    assert next(assignments, None) is None
+    assert loop.code == 124
+    assert "longer than --timeout allows" in lines[-1]
+    assert sum(waits) < 1
+
+
 def test_gpus_are_cut_into_shares(tmp_path):
     for name in ("nvidia0", "nvidia1", "nvidia2", "nvidiactl", "nvidia-uvm"):
         (tmp_path / name).touch()

@@ -323,6 +323,23 @@ def test_central_storage_makes_cpu_devices_for_the_variables_too(python):
     assert done.stdout == "cpu:2\n"
 
 
+@pytest.mark.filterwarnings("ignore:`build..` was called")
+def test_central_storage_trains_a_model_whose_build_has_made_no_layers():
+    class Net(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.last = layers.Dense(1)
+
+        def call(self, x):
+            return self.last(x)
+
+    with lockstep.CentralStorageStrategy(["cpu:0", "cpu:1"]).scope():
+        model = Net()
+        model.build((None, 6))
+        model.compile("adam", "mse")
+    assert len(model.fit(np.ones((8, 6)), np.ones((8, 1)), verbose=0).history["loss"]) == 1
+
+
 def test_central_storage_refuses_set_deterministic():
     lockstep.config.set_deterministic(cpu_threads=32)
     try:

@@ -50,6 +50,37 @@ def folded_otherwise(x):
     return (counted.reshape(-1) + x.T.reshape(-1)).reshape(4, -1).T
 
 
+def kept_in_a_reference(x):
+    reference = jax.new_ref(jnp.zeros(4))
+    reference[...] = x.mean(0)
+    return x - reference[...]
+
+
+def noise_of_rows(x):
+    """Return noise from a key for each row that is made of the row's own number."""
+    keys = jax.vmap(jax.random.key)(x[:, 0].astype("uint32"))
+    return jax.vmap(jax.random.normal)(keys)[:, None]
+
+
+@jax.custom_vjp
+def centred_on_the_way(x):
+    """Return the rows; in training these are centred."""
+    return x
+
+
+centred_on_the_way.defvjp(lambda x: (x - x.mean(0), None), lambda _, gradient: (gradient,))
+
+other_tanh = jax.custom_jvp(jnp.tanh)
+other_tanh.defjvp(lambda primals, tangents: (jnp.tanh(*primals), tangents[0] / jnp.linalg.norm(primals[0])))
+
+
+def solved(x, mix):
+    def transposed(_, gradient):
+        return gradient / 2 + mix * gradient.mean(0)
+
+    return jax.lax.custom_linear_solve(lambda v: 2 * v, x, lambda _, b: b / 2, transpose_solve=transposed)
+
+
 MIXING = {
     "mean over the rows": lambda x: x - ops.mean(x, axis=0),
     "first row": lambda x: x - x[0],
@@ -109,6 +140,16 @@ MIXING = {
         x + jax.vmap(jax.random.normal)(jax.random.split(jax.random.key(0), len(x)))[:, None]
     ),
     "standardized": lambda x: (x - ops.mean(x)) / ops.std(x),
+    "flattened column by column": lambda x: jnp.ravel(x, order="F").reshape(x.shape),
+    "kept in a reference": kept_in_a_reference,
+    "a count of calls": lambda x: (
+        x * jax.experimental.io_callback(lambda: np.float32(1), jax.ShapeDtypeStruct((), "float32"))
+    ),
+    "another function in training": lambda x: centred_on_the_way(x),
+    "a library's function with another derivative": lambda x: other_tanh(x),
+    "a transposed solution of all rows": lambda x: solved(x, 0.1),
+    "rows carried through a map": lambda x: jax.lax.scan(lambda c, row: (c, row - x[0]), None, x)[1],
+    "noise of the rows, turned around": lambda x: x + noise_of_rows(x)[::-1],
 }
 BY_ROWS = {
     "dense": lambda x: jnp.tanh(x @ jnp.ones((4, 3))),
@@ -133,6 +174,8 @@ BY_ROWS = {
     "scanned columns": lambda x: jax.lax.scan(lambda c, column: (c + column, c), jnp.zeros(len(x)), x.T)[1].T,
     "linear systems": lambda x: jnp.linalg.solve(ops.eye(4) + ops.einsum("bi,bj->bij", x, x), x[..., None])[..., 0],
     "own derivative": lambda x: gradient_normed(x, lambda g: 2 + jnp.abs(g)),
+    "mapped row by row": lambda x: ops.map(lambda row: ops.sort(row) * row.sum(), x),
+    "noise of the rows": lambda x: x + noise_of_rows(x),
     "derivative": lambda x: jax.vmap(jax.grad(lambda row: (row**3).sum()))(x),
 }
 
@@ -168,7 +211,15 @@ def test_proof_recognizes_means_over_the_rows(function, place):
 
 
 @pytest.mark.parametrize(
-    "function", [ops.sum, ops.max, lambda x: ops.mean(x) ** 2, lambda x: ops.sum(x) / (x.shape[0] - 1)]
+    "function",
+    [
+        ops.sum,
+        ops.max,
+        lambda x: ops.mean(x) ** 2,
+        lambda x: ops.sum(x) / (x.shape[0] - 1),
+        lambda x: ops.sum(ops.cast(ops.cast(ops.sum(ops.cast(x > 0, "int32"), 0), "bool"), "float32")) / x.shape[0],
+        lambda x: ops.sum(ops.cast(ops.cast(ops.sum(ops.cast(x > 0, "int32"), 0), "int8"), "float32")) / x.shape[0],
+    ],
 )
 def test_proof_takes_no_other_reduction_for_a_mean(function):
     assert dependences_of_function(function, X) not in ([RowMean()], [None])
