@@ -346,6 +346,27 @@ def test_what_answers_without_being_a_chief_is_named():
     assert tries
 
 
+def test_a_chief_that_says_nothing_more_is_waited_for_until_the_limit():
+    chief, address = listening()
+    done = threading.Event()
+
+    def challenge():
+        accepted, _ = chief.accept()
+        connection = FramedSocket(accepted)
+        while connection.wait(DEADLINE) is None:
+            pass
+        connection.send(encode({"kind": "challenge", "protocol": PROTOCOL, "nonce": "n", "proof": None}))
+        done.wait(DEADLINE)
+        connection.close()
+
+    thread = threading.Thread(target=challenge, daemon=True)
+    thread.start()
+    with chief, pytest.raises(ClusterError, match=r"went away before all had joined: it sent nothing for 1.5 s"):
+        join(WorkerGroup(workers=2, index=1, coordinator=address), {}, timeout_seconds=1.5, start_seconds=30, log=str)
+    done.set()
+    thread.join(DEADLINE)
+
+
 def test_a_host_that_is_unknown_is_tried_until_the_limit():
     with pytest.raises(ClusterError, match=r"was not met within 0.3 s: .*\bknown"):
         join(

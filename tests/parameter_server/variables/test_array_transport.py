@@ -224,6 +224,17 @@ def test_silence_has_a_limit():
     there.close()
 
 
+def test_what_comes_before_the_deadline_is_waited_for():
+    here, there = pair()
+    here.set_deadline(DEADLINE)
+    later = threading.Timer(0.05, there.send, args=({"kind": "late"},))
+    later.start()
+    assert here.receive(anything)[0]["kind"] == "late"
+    later.join(DEADLINE)
+    here.close()
+    there.close()
+
+
 def test_single_bytes_do_not_extend_a_deadline():
     times = iter([0.0, 1.0, 4.99])
     here, there = pair(clock=lambda: next(times))
