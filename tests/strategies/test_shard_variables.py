@@ -97,7 +97,11 @@ class Counts(layers.Layer):
         return ops.matmul(x, ops.transpose(ops.convert_to_tensor(self.read())))
 
 
-@pytest.mark.parametrize("options", [SHARDED, RECOMPUTED, SHARDED | {"recompute": lambda layer: True}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [SHARDED, RECOMPUTED, SHARDED | {"recompute": lambda layer: True}],
+    ids=["sharded", "blocks", "all layers"],
+)
 def test_a_sum_and_a_variable_of_another_layer_have_the_values_of_one_device(shard_all, options):
     def trained(scope):
         keras.utils.set_random_seed(0)
