@@ -47,6 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         hint = "; give arguments of the script last, after --" if takes_script else ""
         parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     options.script_arguments = words[separator + 1 :]
+    if words[:1] in (["run"], ["doctor"]):
+        options.arguments = _with_separator(words, options)
     if "run" not in options:
         parser.print_help()
         return 2
@@ -55,6 +57,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except LockstepError as error:
         print(f"lockstep {words[0]}: {error}", file=sys.stderr)
         return 2
+
+
+def _with_separator(words: list[str], options: argparse.Namespace) -> list[str]:
+    """Return the arguments of the script with a ``--`` directly after it, which argparse drops."""
+    end = len(words) - len(options.arguments)
+    is_dropped = words[end - 2 : end] == [options.script, "--"]
+    return ["--", *options.arguments] if is_dropped else options.arguments
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -49,9 +49,11 @@ print(json.dumps({
 
 
 @pytest.mark.parametrize("before", [[], ["--"]])
-def test_what_stands_after_the_script_is_the_scripts(tmp_path, before):
+@pytest.mark.parametrize(
+    "words", [["-n", "7", "--max-restarts", "x", "--", "-m", "--help", "--print=ray"], ["--", "--foo"], ["--"], []]
+)
+def test_what_stands_after_the_script_is_the_scripts(tmp_path, words, before):
     path = program(tmp_path, "print(json.dumps(sys.argv[1:]))")
-    words = ["-n", "7", "--max-restarts", "x", "--", "-m", "--help", "--print=ray"]
     assert json.loads(lines_of(run("-n", 1, *before, path, *words), 0)[0]) == words
 
 
