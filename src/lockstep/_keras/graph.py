@@ -169,13 +169,15 @@ def _attribute_leaves(model: keras.Layer, kinds: tuple[type, ...]) -> dict[Attri
 
 def changed_numbers(before: dict[AttributeLeaf, Any], after: dict[AttributeLeaf, Any]) -> dict[AttributeLeaf, Any]:
     """Return the numbers of ``after`` that ``before`` does not have, or not with this value."""
-    return {
-        place: value for place, value in after.items() if place not in before or not _is_equal(before[place], value)
-    }
+    return {place: value for place, value in after.items() if not is_equal_number(before.get(place), value)}
 
 
-def _is_equal(one: Any, other: Any) -> bool:
-    return one is other or (type(one) is type(other) and bool(np.array_equal(one, other)))
+def is_equal_number(one: Any, other: Any) -> bool:
+    """Return whether two numbers or arrays of NumPy are equal; NaN equals NaN, and other objects only themselves."""
+    if one is other or type(one) is not type(other):
+        return one is other
+    has_nan = np.issubdtype(np.asarray(one).dtype, np.inexact)
+    return np.asarray(one).dtype != object and bool(np.array_equal(one, other, equal_nan=has_nan))
 
 
 def forget_losses(model: keras.Model) -> None:

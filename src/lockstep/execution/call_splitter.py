@@ -25,6 +25,7 @@ from lockstep._keras.graph import (
     changed_numbers,
     disable_batch_statistics,
     get_keras_mask,
+    is_equal_number,
     is_seed,
     lacks_aggregation,
     set_attribute_arrays,
@@ -276,7 +277,7 @@ def _check_numbers(whole: dict[Any, Any], part: dict[Any, Any], rows: int, size:
     """Check that layers store the same numbers in attributes for ``rows`` and for ``size`` rows."""
     for layer, name, number in (*whole, *part):
         found = whole.get((layer, name, number)), part.get((layer, name, number))
-        if found[0] is not found[1] and found[0] != found[1]:
+        if not is_equal_number(*found):
             raise CannotSplitError(
                 f"layer {layer.name!r} keeps {found[0]} in its attribute {name!r} for {rows} rows, and {found[1]} for {size}"
             )
