@@ -173,3 +173,10 @@ def test_a_cost_without_a_formula_is_refused():
         predict_seconds("star", 1e3, 8, TWO_LEVELS)
     with pytest.raises(lockstep.OptionError, match="devices_per_machine: expected a whole number of at least 1, got 0"):
         Network(NetworkLink(0, 0), NetworkLink(0, 0), 0)
+
+
+@pytest.mark.parametrize("algorithm", FORMULAS)
+@pytest.mark.parametrize("devices", [2, 3, 5, 7, 8])
+def test_messages_are_between_the_devices_that_there_are(algorithm, devices):
+    pairs = np.concatenate([stage.pairs for stage in FORMULAS[algorithm](devices)])
+    assert set(pairs.ravel().tolist()) == set(range(devices))
