@@ -364,9 +364,8 @@ def _trace(call: ModelCall, rows: int) -> CallTrace:
     with disable_batch_statistics(call.model) as normalizations:
         fixed = [*call.trainable, *call.non_trainable, *call.shared]
         trace = trace_for_rows(function, fixed, call.inputs, rows, seeds)
-    changed = [
-        place for place in learned["form"].numbers if place in numbers
-    ]  # A count of calls, say, is not one of traces.
+    # As before the trace: a count of calls, say, does not count traces.
+    changed = [place for place in learned["form"].numbers if place in numbers]
     set_attribute_arrays(changed, [numbers[place] for place in changed])
     draws = not trace.operations.keys().isdisjoint(_RANDOM_OPERATIONS)
     has_state = bool(normalizations) or learned["state"]
