@@ -176,9 +176,10 @@ def test_what_a_call_leaves_is_that_of_one_device(name, replicas, rows):
         np.testing.assert_allclose(found, one, rtol=2e-5, atol=1e-6)
 
 
-def test_a_map_over_the_rows_is_split(caplog):
+@pytest.mark.parametrize("name", ["a map over the rows", "a count of calls in an attribute"])
+def test_what_depends_on_no_other_row_is_split(name, caplog):
     with caplog.at_level("INFO", logger="lockstep"):
-        trained(CASES["a map over the rows"][0], X, lockstep.MirroredStrategy(["cpu:0", "cpu:1"]).scope())
+        trained(CASES[name][0], X, lockstep.MirroredStrategy(["cpu:0", "cpu:1"]).scope())
     assert "global batch" not in caplog.text
 
 

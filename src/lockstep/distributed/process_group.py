@@ -168,11 +168,12 @@ class _BatchComparison:
         client: the control client.
         channel: of the pass.
         name: of the input.
-        num_batches: returns the length of the pass, on which the workers have agreed; None: it is not known.
+        num_batches: returns the length of the pass, on which the workers have agreed; None: it is not known. It is called once, as it may
+            run code of the user.
     """
 
     def __init__(self, client: ControlClient, channel: str, name: str, num_batches: Callable[[], int | None]) -> None:
-        self._client, self._channel, self._name, self._num_batches = client, channel, name, num_batches
+        self._client, self._channel, self._name, self._length = client, channel, name, num_batches()
 
     def __call__(self, number: int, batch: Any) -> None:
         """Compare a batch; None: the end of the pass.
@@ -180,9 +181,8 @@ class _BatchComparison:
         Raises:
             ClusterError: a worker has read another batch, or its pass has another length.
         """
-        length = self._num_batches()
-        is_compared = number < _FIRST or number % _EVERY == 0 or number + 1 == length
-        if length is not None and not is_compared and batch is not None:
+        is_compared = number < _FIRST or number % _EVERY == 0 or number + 1 == self._length
+        if self._length is not None and not is_compared and batch is not None:
             return
         found = "the end" if batch is None else digest_of_batch(batch) if is_compared else _rows_of(batch)
         try:
