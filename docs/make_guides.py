@@ -8,6 +8,7 @@ Change the files in examples/, never those in docs/guides; tests/test_docs_guide
 import ast
 import difflib
 import re
+import textwrap
 from pathlib import Path
 
 DOCS = Path(__file__).parent
@@ -33,14 +34,12 @@ def page(folder: Path) -> str:
 def difference(folder: Path, one: str, other: str) -> str:
     """What makes one script the other; their docstrings are left out, and that of the second one introduces it."""
     texts = [(folder / name).read_text() for name in (one, other)]
-    docstring = ast.get_docstring(ast.parse(texts[1])).split("\n\n")[0].replace("\n", " ")
+    docstring = wrapped(ast.get_docstring(ast.parse(texts[1])).split("\n\n")[0])
     lines = [re.sub(r'\A"""[\s\S]*?"""\n+', "", text).splitlines() for text in texts]
     changes = list(difflib.unified_diff(*lines, one, other, lineterm="", n=AROUND))
     shown = [re.sub("^@@.*", "@@", line).strip("\n") for line in changes]
-    return (
-        f"## From {one} to {other}\n\n{docstring}\n\nThe whole files: {linked(folder, one)}, {linked(folder, other)}.\n\n"
-        + block("diff", shown)
-    )
+    files = wrapped(f"The whole files: {linked(folder, one)}, {linked(folder, other)}.")
+    return f"## From {one} to {other}\n\n{docstring}\n\n{files}\n\n" + block("diff", shown)
 
 
 def model(folder: Path) -> str:
@@ -54,9 +53,14 @@ def model(folder: Path) -> str:
 def printed(folder: Path) -> str:
     """What was recorded; of a long output its beginning and its end."""
     _, machine, *rest = (folder / "results.md").read_text().strip().split("\n\n")
-    shown = [shortened(part) if part.startswith("```") else part for part in rest]
-    head = f"## What they printed\n\n{machine} Long outputs are cut in the middle; {linked(folder, 'results.md')} has all of them."
-    return "\n\n".join([head, *shown])
+    shown = [shortened(part) if part.startswith("```") else wrapped(part) for part in rest]
+    cut = f"Long outputs are cut in the middle; {linked(folder, 'results.md')} has all of them."
+    return "\n\n".join(["## What they printed", wrapped(f"{machine} {cut}"), *shown])
+
+
+def wrapped(text: str) -> str:
+    """A paragraph in lines of the width of all pages."""
+    return textwrap.fill(text, 100, break_long_words=False, break_on_hyphens=False)
 
 
 def shortened(fenced: str) -> str:

@@ -47,7 +47,7 @@ def accelerators() -> str:
     seen = "Nothing has been measured on a GPU or TPU yet."
     if file.exists():
         seen = f"Measured on {', '.join(json.loads(file.read_text()))}: [record](../benchmarks/results/accelerator.md)."
-    return f"## GPUs and TPUs\n\n{seen} [One command](accelerators.md) does it on yours.\n"
+    return f"## GPUs and TPUs\n\n{seen}\n[One command](accelerators.md) does it on yours.\n"
 
 
 def kind_of(target: str) -> str:

@@ -321,6 +321,15 @@ def test_commands_that_are_named_exist(page):
         assert (ROOT / command).stat().st_mode & 0o111, command
 
 
+def test_lines_of_prose_have_at_most_100_columns():
+    tops = ("docs", "examples", "tests")
+    for page in (page for page in PAGES if page.parent == ROOT or page.relative_to(ROOT).parts[0] in tops):
+        prose = re.sub(r"^ *```.*?^ *```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+        for line in prose.splitlines():
+            breakable = re.sub(r"`[^`]*`|\]\([^)]*\)", "", line)  # Code and links are not broken.
+            assert len(breakable) <= 100 or line.startswith("|"), f"{page.relative_to(ROOT)}: {line}"
+
+
 def test_every_decision_has_its_parts():
     decisions = sorted((ROOT / "docs" / "decisions").glob("*.md"))
     assert [path.name[:4] for path in decisions] == [f"{number:04}" for number in range(1, len(decisions) + 1)]

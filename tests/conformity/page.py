@@ -3,6 +3,7 @@
 import csv
 import json
 import re
+import textwrap
 from collections import defaultdict
 from pathlib import Path
 
@@ -25,8 +26,9 @@ _BEGIN = """# Conformity with Keras and tf.distribute
 
 ## Keras's own tests in a scope
 
-`./scripts/conformity` runs the tests of Keras {keras} as they are, and then in the scope of a strategy: {ways}.
-Each cell shows the numbers of tests that pass / fail / are skipped:
+`./scripts/conformity` runs the tests of Keras {keras} as they are, and then in the scope of a
+strategy: {ways}. Each cell shows the
+numbers of tests that pass / fail / are skipped:
 
 """
 _FAILED = """
@@ -36,7 +38,8 @@ Tests that pass without a scope but fail in one, with the cause:
 _TENSORFLOW = """
 ## Behaviours that the tests of tf.distribute check
 
-Each behaviour is listed with the test of Lockstep that checks it, or with the difference: {tests} are checked by tests, {differences} are different.
+Each behaviour is listed with the test of Lockstep that checks it, or with the difference: {tests} are
+checked by tests, {differences} are different.
 """
 
 
@@ -107,9 +110,21 @@ def _causes(results: dict) -> str:
         found[why(way, name) or f"Not known: {_cell(reason)}"][name].append(WAYS[way])
     lines = []
     for cause, names in sorted(found.items()):
-        lines.append(f"- {cause}")
-        lines += [f"  - `{name}` ({', '.join(ways)})" for name, ways in sorted(names.items())]
+        lines.append(_item("- ", cause))
+        lines += [_item("  - ", f"`{name}` ({', '.join(ways)})") for name, ways in sorted(names.items())]
     return "\n".join(lines or ["- Nothing."]) + "\n"
+
+
+def _item(mark: str, text: str) -> str:
+    """Return an item of a list, in lines of at most 100 columns where words allow it."""
+    return textwrap.fill(
+        text,
+        100,
+        initial_indent=mark,
+        subsequent_indent=" " * len(mark),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def _table_of_behaviours(title: str, rows: list[dict[str, str]]) -> str:

@@ -1,6 +1,7 @@
 """Write ``README.md``: the number of detected mutants, and why each survivor is harmless."""
 
 import json
+import textwrap
 from pathlib import Path
 
 from tests.mutants.draw import PACKAGES
@@ -11,8 +12,9 @@ PAGE = Path(__file__).with_name("README.md")
 REASONS = Path(__file__).with_name("survivors.json")
 _HEAD = """# Mutants
 
-Faults of one line each, and whether the tests notice them: {count} of them, {by_hand} written by hand (`by_hand.py`) and {drawn} drawn by rule
-(`rules.py`, `drawn.json`). `./scripts/mutants` makes this page; `results.json` has the test that caught each, and what it said.
+Faults of one line each, and whether the tests notice them: {count} of them, {by_hand} written by hand
+(`by_hand.py`) and {drawn} drawn by rule (`rules.py`, `drawn.json`). `./scripts/mutants` makes this
+page; `results.json` has the test that caught each, and what it said.
 
 | package | mutants | caught | by hand | caught |
 | --- | ---: | ---: | ---: | ---: |
@@ -36,7 +38,7 @@ def write() -> int:
     left = [mutant for mutant in found if mutant.id not in caught]
     for mutant in left:
         outcome = results.of(mutant).get("outcome", "not run yet")
-        why = reasons.get(mutant.id, "**Not explained.**")
+        why = textwrap.fill(reasons.get(mutant.id, "**Not explained.**"), 100, break_long_words=False)
         text += f"\n### {mutant.id}: {outcome}\n\n`{mutant.file}`, {mutant.what}\n\n"
         text += f"```diff\n- {mutant.old}\n+ {mutant.new}\n```\n\n{why}\n"
     PAGE.write_text(text)
