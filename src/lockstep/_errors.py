@@ -7,8 +7,8 @@ LockstepError
 ├── ContractError     a cross-device operation breaks its contract                           (AssertionError)
 ├── DeterminismError  the same step gave different bits                                     (RuntimeError)
 ├── DeviceError       a device is unknown, absent, named twice, or it is too late to make it  (ValueError)
-├── InputError        a batch cannot be split into replicas                                   (ValueError)
-├── ModelError        a model cannot be split into replicas                                   (ValueError)
+├── InputError        an input is not what was expected                                       (ValueError)
+├── ModelError        a model or a function cannot run this way                                (ValueError)
 ├── NonFiniteError    a training step gave NaN or Inf                                  (FloatingPointError)
 ├── OptionError       an argument is out of its range                                         (ValueError)
 └── ScopeError        strategies are mixed, or a scope is used in a place that does not allow it (RuntimeError)
@@ -87,11 +87,11 @@ class DeviceError(LockstepError, ValueError):
 
 
 class InputError(LockstepError, ValueError):
-    """A batch cannot be split into replicas."""
+    """An input is not what was expected, or cannot be split into replicas."""
 
 
 class ModelError(LockstepError, ValueError):
-    """A model cannot be split into replicas."""
+    """A model or a function cannot run this way."""
 
 
 class NonFiniteError(LockstepError, FloatingPointError):
@@ -174,6 +174,17 @@ def describe_error(error: BaseException) -> str:
     return str(error) if isinstance(error, LockstepError) else f"{type(error).__name__}: {error}"
 
 
+def summary_of(error: BaseException) -> str:
+    """Return an exception as in the last line of its traceback, also one of Lockstep with its type.
+
+    Example:
+        >>> summary_of(ValueError("no labels"))
+        'ValueError: no labels'
+    """
+    name, text = type(error).__name__, str(error)
+    return f"{name}: {text}" if text else name
+
+
 def whole_number(name: str, value: object, minimum: int | None = 1, maximum: int | None = None) -> int:
     """Return ``value`` as an int if it is a whole number from ``minimum`` to ``maximum``, also of NumPy; None: no limit.
 
@@ -195,8 +206,8 @@ def real_number(name: str, value: object, *, above: float | None = None, what: s
     """Return ``value`` as a float if it is a finite number, of at least 0 or above ``above``, also of NumPy.
 
     Args:
-        name: of the argument.
-        value: of the argument.
+        name: name of the argument.
+        value: value of the argument.
         above: the number must be larger; None: it may be 0 or larger.
         what: the meaning of the number, for the message.
 

@@ -48,7 +48,7 @@ def open_own(path: str | os.PathLike[str], flags: int) -> int:
 
     Args:
         path: the file.
-        flags: of ``os.open``, such as ``os.O_WRONLY | os.O_APPEND``.
+        flags: flags of ``os.open``, such as ``os.O_WRONLY | os.O_APPEND``.
 
     Returns:
         The file descriptor.
@@ -112,7 +112,7 @@ def publish(directory: Path, name: str, write: Callable[[Path], None]) -> Path:
 
     Args:
         directory: in which it is made.
-        name: of the new directory; there is nothing of that name yet.
+        name: name of the new directory; there is nothing of that name yet.
         write: writes the files into a directory, synced to the disk.
 
     Returns:

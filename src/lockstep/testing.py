@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from lockstep._arrays import DTYPES as KNOWN_DTYPES
 from lockstep._errors import ContractError, OptionError, instance_of, sequence_of, shown, whole_number
 from lockstep._logging import counted
-from lockstep.collectives import CrossDeviceOps, Ops, ReduceOp, all_reduce, resolve_cross_device_ops
+from lockstep.collectives import CrossDeviceOps, Ops, ReduceOp, all_reduce, ops_from_argument
 from lockstep.collectives.cost_model import MessageTrace, trace_messages
 from lockstep.devices.names import resolve_devices
 
@@ -58,7 +58,7 @@ def check_cross_device_ops(
         ...     return jax.lax.all_gather(array, axis).sum(axis=0)
         >>> lockstep.testing.check_cross_device_ops(gathered, ["cpu:0", "cpu:1"], dtypes=["float32", "int32"])
     """
-    operation, known, sizes = resolve_cross_device_ops(ops), _dtypes(dtypes), _shapes(shapes)
+    operation, known, sizes = ops_from_argument(ops), _dtypes(dtypes), _shapes(shapes)
     found = resolve_devices(devices)
     with jax.enable_x64(True):
         for count in range(1, len(found) + 1):
@@ -90,7 +90,7 @@ def count_traffic(ops: Ops | None, values: Sequence[jax.ShapeDtypeStruct | jax.A
         >>> len(traffic.rounds), traffic.sent[0]
         (14, 7000000.0)
     """
-    operation, given = resolve_cross_device_ops(ops), sequence_of("values", values, "a list of arrays")
+    operation, given = ops_from_argument(ops), sequence_of("values", values, "a list of arrays")
     if not all(isinstance(value, jax.ShapeDtypeStruct | jax.Array | np.ndarray) for value in given):
         raise OptionError(f"values: expected arrays or their shapes, got {shown(values)}.")
     return trace_messages(operation, given, devices)

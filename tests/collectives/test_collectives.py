@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import lockstep
-from lockstep.collectives import ALGORITHMS, all_reduce, resolve_cross_device_ops
+from lockstep.collectives import ALGORITHMS, all_reduce, ops_from_argument
 from lockstep.collectives.base import pack, plan_packs, unpack
 from lockstep.collectives.platform import platform_sum_bucketed
 from lockstep.testing import check_cross_device_ops, count_traffic
@@ -212,8 +212,8 @@ def test_reduction_to_a_device_of_nobody_is_an_error():
 def test_a_class_or_a_name_is_as_good_as_an_instance(name):
     algorithm = ALGORITHMS[name]
     instance = algorithm()
-    assert resolve_cross_device_ops(instance) is instance
-    assert type(resolve_cross_device_ops(name)) is algorithm
+    assert ops_from_argument(instance) is instance
+    assert type(ops_from_argument(name)) is algorithm
     strategy = lockstep.MirroredStrategy(["cpu:0", "cpu:1"], algorithm)
     assert isinstance(strategy.cross_device_ops, algorithm)
 
@@ -240,7 +240,7 @@ def test_nccl_on_cpus_says_what_it_is(caplog):
     ],
 )
 def test_an_operation_says_what_it_is(ops, words):
-    assert resolve_cross_device_ops(ops).describe(jax.local_devices()[:4]) == words
+    assert ops_from_argument(ops).describe(jax.local_devices()[:4]) == words
 
 
 @pytest.mark.parametrize(

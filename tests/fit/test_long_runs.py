@@ -78,8 +78,8 @@ def test_a_day_of_steps_of_two_workers_ends_no_job_and_takes_nothing(monkeypatch
             for number in range(step, step + int(3600 / STEP)):
                 if session.group.is_chief:
                     day.now += STEP
-                    saves += schedule.is_late()
-                    if schedule.is_late():
+                    saves += schedule.is_due_by_time()
+                    if schedule.is_due_by_time():
                         schedule.saved()
                 session.report(number, "step")
                 assert session.gather("loss", number) == [number, number]

@@ -476,8 +476,8 @@ FAULTS = [
     Mutant(
         "stops-alone",
         "fit/checkpointing/preemption.py",
-        'found = self.process_group.all_gather("whether to stop", [self._signal_name, seconds, self._is_late()])',
-        "found = [[self._signal_name, seconds, self._is_late()]]",
+        'found = self.process_group.all_gather("whether to stop", [self._signal_name, seconds, self._is_save_due()])',
+        "found = [[self._signal_name, seconds, self._is_save_due()]]",
         "A worker that is preempted stops without the others, which wait for it.",
     ),
     # Who takes part.

@@ -225,9 +225,14 @@ SCHEDULE = keras.optimizers.schedules.ExponentialDecay(RATE, 10, 0.9)
             {},
             "For a MultiOptimizer, scale the rates of its optimizers",
         ),
+        (
+            lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.MultiOptimizer(lambda variable: SGD)),
+            {},
+            "For a MultiOptimizer, scale the rates of its optimizers",
+        ),
         (lambda: None, {"x": iter([(X, Y)])}, "does not say how many batches an epoch has. Fix: pass steps_per_epoch"),
     ],
-    ids=["schedule", "function", "several", "no length"],
+    ids=["schedule", "function", "several", "several with a loss scale", "no length"],
 )
 def test_scaling_refuses_unsupported_optimizers_and_changes_nothing(optimizer, data, message):
     model = model_of(optimizer())

@@ -78,6 +78,7 @@ CALLBACK_STATE: dict[str, dict[str, str]] = {
 
 FUNCTIONS = ("train", "test", "predict")
 _STRATEGY = "_lockstep_owner"
+DEFAULT_BATCH_SIZE = 32  # of fit, evaluate and predict
 _STATE_KINDS = ("trainable_variables", "non_trainable_variables", "optimizer_variables", "metrics_variables")
 
 
@@ -141,7 +142,7 @@ def claim_models(
     Args:
         current: returns what claims the models of the calling thread, or None if that thread has no scope open: it then
             uses plain Keras.
-        current_layouts: likewise where new variables are laid.
+        current_layouts: returns where new variables of the calling thread are laid, or None.
     """
     with _claims.open(lambda patches: _patch_classes(patches, current, current_layouts)):
         yield
@@ -392,13 +393,11 @@ def keep_learning_rates(optimizer: Any, restored: Sequence[Any], now: Sequence[A
     """Return values of an optimizer's variables: ``restored``, but the learning rates of ``now``.
 
     Args:
-        optimizer: of the model, which may have others inside.
+        optimizer: optimizer of the model, which may have others inside.
         restored: values of its variables, in order.
         now: others.
     """
-    inner = inner_optimizer(optimizer)
-    optimizers = [inner, *inner.optimizers] if isinstance(inner, keras.optimizers.MultiOptimizer) else [inner]
-    rates = {id(each._learning_rate) for each in optimizers}
+    rates = {id(each._learning_rate) for each in nested_optimizers(inner_optimizer(optimizer))}
     values = zip(optimizer.variables, restored, now, strict=True)
     return [new if id(variable) in rates else old for variable, old, new in values]
 
@@ -414,6 +413,24 @@ def steps_done(optimizer: Any) -> int:
 def inner_optimizer(optimizer: Any) -> Any:
     """Return the optimizer that makes the updates: that inside a ``LossScaleOptimizer``."""
     return optimizer.inner_optimizer if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) else optimizer
+
+
+def nested_optimizers(optimizer: Any) -> list[Any]:
+    """Return an optimizer and, of a ``MultiOptimizer``, those inside it."""
+    inside = optimizer.optimizers if isinstance(optimizer, keras.optimizers.MultiOptimizer) else []
+    return [optimizer, *inside]
+
+
+def adjustable_learning_rate(optimizer: Any) -> keras.Variable | None:
+    """Return the variable with the learning rate; None if there are several rates, or a schedule."""
+    inner = inner_optimizer(optimizer)
+    is_one = not isinstance(inner, keras.optimizers.MultiOptimizer) and isinstance(inner.learning_rate, keras.Variable)
+    return inner.learning_rate if is_one else None
+
+
+def is_compiled(model: keras.Model) -> bool:
+    """Return whether the steps of a model are compiled."""
+    return model.jit_compile and not model.run_eagerly
 
 
 Fit = Callable[..., Any]

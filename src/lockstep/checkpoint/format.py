@@ -43,7 +43,7 @@ from lockstep._errors import CheckpointError, OptionError, whole_number
 from lockstep._files import REMOVED, WRITTEN, open_to_read, read_file, replace_file
 from lockstep.checkpoint.shards import PART, Place, check_cover, places, put_shard
 
-_MAX_NAME_BYTES = 65_000  # bytes; a zip file stores the length in two bytes
+_MAX_NAME_BYTES = 65_000  # A zip file stores the length in two bytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,7 +151,7 @@ VERSION = 2  # of a manifest with parts; others have version 1
 
 _NAME = re.compile(r"step-(\d{9,})(?:-([2-9]|[1-9]\d+))?", re.ASCII)
 KEY_FILE = "LOCKSTEP_CHECKPOINT_KEY_FILE"  # names the file of the key that signs checkpoints
-_MIN_KEY_BYTES, _MAX_KEY_BYTES = 16, 4096  # bytes
+_MIN_KEY_BYTES, _MAX_KEY_BYTES = 16, 4096
 _BEGIN = b'{\n"format": "lockstep checkpoint",\n'
 _END = re.compile(rb'"sha256": "([0-9a-f]{64})"\n}\n')
 _END_LENGTH = 79
@@ -159,7 +159,7 @@ _SIGNATURE = re.compile(rb'"hmac": "([0-9a-f]{64})",\n')
 _SIGNATURE_LENGTH = 76
 _DIGEST = re.compile("[0-9a-f]{64}")
 _CHUNK = 1 << 20  # bytes that are copied at once, the most memory that writing takes
-MAX_MANIFEST_BYTES = 1 << 28  # bytes
+MAX_MANIFEST_BYTES = 1 << 28
 
 
 def step_of(name: str) -> int | None:
@@ -214,7 +214,7 @@ class Entry:
     Args:
         dtype: name in :data:`lockstep._arrays.DTYPES`.
         shape: its dimensions.
-        offset: of its first byte in the file of arrays.
+        offset: offset of its first byte in the file of arrays.
         sha256: of its bytes there, in hexadecimal digits.
     """
 
@@ -451,8 +451,8 @@ def read_array(file: io.BufferedReader, name: str, entry: Entry, path: Path) -> 
 
     Args:
         file: open for reading.
-        name: of the array, for messages.
-        entry: of the array.
+        name: name of the array, for messages.
+        entry: entry of the array.
         path: the file, for messages.
 
     Raises:
@@ -482,9 +482,9 @@ class _StoredShard:
     """A whole array, or a shard of one, in a file.
 
     Args:
-        file: of the arrays.
+        file: file of the arrays.
         name: in that file.
-        entry: of that name.
+        entry: entry of that name.
         place: in the whole array.
     """
 
@@ -503,10 +503,10 @@ class StoredArrays(Mapping[str, np.ndarray]):
     """The whole arrays of a checkpoint; each is read from its files and checked whenever it is asked for.
 
     Args:
-        pieces: of all arrays.
+        pieces: pieces of all arrays.
 
     Attributes:
-        shapes: of the arrays, by name; nothing is read for these.
+        shapes: shapes of the arrays, by name; nothing is read for these.
     """
 
     def __init__(self, pieces: Iterable[_StoredShard]) -> None:
@@ -557,7 +557,7 @@ def write(path: Path, step: int, snapshot: Snapshot, key: bytes | None = None, p
 
     Args:
         path: the directory.
-        step: of the checkpoint.
+        step: step number of the checkpoint.
         snapshot: its content.
         key: signs it.
         parts: what this function has returned for each part.
@@ -636,7 +636,7 @@ def parts_of(path: Path, manifest: Manifest) -> dict[Path, Manifest]:
 
     Args:
         path: the checkpoint's directory.
-        manifest: of the checkpoint.
+        manifest: manifest of the checkpoint.
 
     Raises:
         CheckpointError: a part is missing, is not what was written, or the parts do not make up whole arrays.

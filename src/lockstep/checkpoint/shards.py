@@ -21,7 +21,7 @@ class ArrayShard:
     """The block of a larger array that one device has.
 
     Args:
-        shape: of the whole array.
+        shape: shape of the whole array.
         start: index of the first element of the block, along each axis.
         value: the block.
     """
@@ -37,7 +37,7 @@ class Place:
 
     Args:
         array: name of the whole array.
-        shape: of the whole array.
+        shape: shape of the whole array.
         start: index of the shard's first element, along each axis.
     """
 

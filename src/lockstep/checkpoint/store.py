@@ -1,6 +1,7 @@
 """A directory of checkpoints: one writer, any number of readers, and the search for the newest good checkpoint.
 
-A checkpoint may be in shards, of which each process writes its own, into a directory that all processes have.
+``format.write`` writes the files of one checkpoint. A checkpoint may be in shards, of which each process writes its own, into a directory
+that all processes have.
 """
 
 import contextlib
@@ -30,7 +31,7 @@ from lockstep.checkpoint.format import Loaded, Manifest, Snapshot, checkpoints_i
 from lockstep.checkpoint.shards import PART, ArrayShard, pack
 
 _UNSUPPORTED = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
-_MAX_NOTE_BYTES = 1000  # bytes
+_MAX_NOTE_BYTES = 1000
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -132,7 +133,7 @@ class CheckpointStore:
     the file of a key, checkpoints are signed with it, and those that are not are refused.
 
     Args:
-        directory: of the checkpoints; the first write makes it.
+        directory: directory of the checkpoints; the first write makes it.
         keep: number of the newest checkpoints that are kept, at least 1. With 1, later damage of that one leaves none.
         timeout_seconds: how long a write waits for the write of another thread.
         log: takes a line for the user.
@@ -236,8 +237,8 @@ class CheckpointStore:
         """Write the shards of one process; needs no lock, as no other process writes under the same name.
 
         Args:
-            name: of the part's directory, until it is that of a checkpoint.
-            step: of the checkpoint.
+            name: name of the part's directory, until it is that of a checkpoint.
+            step: step number of the checkpoint.
             snapshot: shards, as :func:`lockstep.checkpoint.shards.pack` describes them.
 
         Returns:
@@ -385,8 +386,8 @@ def _failed(what: str, directory: Path, error: OSError, needed: int | None) -> C
 
     Args:
         what: the operation, and that it failed.
-        directory: of the store.
-        error: of the operating system.
+        directory: directory of the store.
+        error: error of the operating system.
         needed: number of bytes that were to be written, if known.
     """
     sentence = f"{directory}: {what}: {error.strerror or error}"
@@ -420,7 +421,7 @@ def shared_token(directory: Path, *, is_chief: bool, gather: Gather) -> str | No
     """Find out whether all processes have the chief's directory; all call this.
 
     Args:
-        directory: of the checkpoints, as this process names it.
+        directory: directory of the checkpoints, as this process names it.
         is_chief: whether this is the first process.
         gather: returns the values of all processes, see :data:`Gather`.
 
@@ -449,9 +450,9 @@ class ShardedStore:
     appears as a whole.
 
     Args:
-        store: of the directory; the chief's writes.
+        store: store of the directory; the chief's writes.
         process: number of this process.
-        token: of :func:`shared_token`; names of parts have it, so that a process of an earlier job cannot write into this one's.
+        token: result of :func:`shared_token`; names of parts have it, so that a process of an earlier job cannot write into this one's.
         gather: returns the values of all processes, see :data:`Gather`.
     """
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import jax
 
-from lockstep._errors import OptionError, instance_of, shown
+from lockstep._errors import OptionError, shown
 from lockstep.collectives.base import (
     CommunicationImplementation,
     CommunicationOptions,
@@ -39,8 +39,8 @@ __all__ = [
     "RingAllReduce",
     "TreeAllReduce",
     "all_reduce",
-    "choose_cross_device_ops",
-    "resolve_cross_device_ops",
+    "ops_from_argument",
+    "ops_from_options",
 ]
 
 ALGORITHMS: dict[str, type[CrossDeviceOps]] = {
@@ -57,7 +57,7 @@ ALGORITHMS: dict[str, type[CrossDeviceOps]] = {
 Ops = CrossDeviceOps | type[CrossDeviceOps] | Callable[[jax.Array, str], jax.Array] | str
 
 
-def resolve_cross_device_ops(ops: Ops | None) -> CrossDeviceOps:
+def ops_from_argument(ops: Ops | None) -> CrossDeviceOps:
     """Return the instance for a ``cross_device_ops`` argument.
 
     Args:
@@ -84,23 +84,8 @@ def resolve_cross_device_ops(ops: Ops | None) -> CrossDeviceOps:
     )
 
 
-def choose_cross_device_ops(ops: Ops | None, options: CommunicationOptions) -> CrossDeviceOps:
-    """Return the operation of a strategy in one process, from ``cross_device_ops`` or from the options.
-
-    Raises:
-        OptionError: both are given, or the options are of another type or have a ``timeout_seconds``.
-    """
-    instance_of(CommunicationOptions, "communication_options", options, "lockstep.CommunicationOptions(…)")
-    if ops is not None:
-        raise OptionError(
-            f"cross_device_ops={ops!r} and communication_options={options!r} both say how gradients travel. Fix: leave one "
-            "out; an operation takes bytes_per_pack itself, for example lockstep.RingAllReduce(bytes_per_pack=…)."
-        )
-    if options.timeout_seconds is not None:
-        raise OptionError(
-            f"communication_options: timeout_seconds={options.timeout_seconds!r} is for collectives between processes. "
-            "The devices of one process are waited for by XLA, with limits of its own. Fix: leave timeout_seconds out."
-        )
+def ops_from_options(options: CommunicationOptions) -> CrossDeviceOps:
+    """Return the operation that a ``communication_options`` argument means."""
     by_implementation = {
         CommunicationImplementation.AUTO: AutoAllReduce,
         CommunicationImplementation.RING: RingAllReduce,

@@ -116,7 +116,7 @@ def _rounds_of_collective(equation: JaxprEqn, count: int) -> list[MessageRound]:
         raise OptionError("traffic: collectives with axis_index_groups are not counted. Fix: use jax.lax.ppermute.")
     arrays = [operand.aval for operand in equation.invars]
     nbytes = sum(one.size * one.dtype.itemsize for one in arrays)  # type: ignore[attr-defined]  # they are arrays
-    ring, slices = _shifted_pairs(1, count), nbytes / count
+    ring, slices = _as_pairs(_shift(1, count)), nbytes / count
     match equation.primitive.name:
         case "ppermute":
             return [MessageRound(tuple((int(a), int(b)) for a, b in equation.params["perm"] if a != b), nbytes)]
@@ -127,15 +127,15 @@ def _rounds_of_collective(equation: JaxprEqn, count: int) -> list[MessageRound]:
         case "psum" | "psum_invariant":
             return [MessageRound(ring, slices)] * (2 * (count - 1))
         case "all_to_all":
-            return [MessageRound(_shifted_pairs(step, count), slices) for step in range(1, count)]
+            return [MessageRound(_as_pairs(_shift(step, count)), slices) for step in range(1, count)]
         case other:
             raise OptionError(
                 f"traffic: what {other!r} sends is not known here. Fix: use another collective to count it."
             )
 
 
-def _shifted_pairs(step: int, count: int) -> Pairs:
-    return tuple((device, (device + step) % count) for device in range(count))
+def _as_pairs(messages: np.ndarray) -> Pairs:
+    return tuple((int(sender), int(receiver)) for sender, receiver in messages)
 
 
 def _axes(equation: JaxprEqn) -> tuple[object, ...]:

@@ -386,7 +386,7 @@ def gather_trees(tree: Any, gather: Callable[[Any], list[Any]]) -> list[Any]:
     """Gather the trees of all processes, in their order, encoded as JSON and base64, so that no code can be run.
 
     Args:
-        tree: of dicts, lists and tuples; its leaves are arrays of numbers.
+        tree: tree of dicts, lists and tuples; its leaves are arrays of numbers.
         gather: gathers JSON values.
 
     Raises:

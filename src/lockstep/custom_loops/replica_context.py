@@ -2,11 +2,11 @@
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ContextDecorator, contextmanager
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from lockstep._keras.patches import STATELESS_CALL, patched_method
 from lockstep.collectives import AutoAllReduce, CrossDeviceOps
 from lockstep.collectives.base import ReduceOp
 from lockstep.custom_loops.per_replica import (
+    PerReplica,
     bools_as_integers,
     check_arrays,
     check_axis,
@@ -29,12 +30,10 @@ from lockstep.custom_loops.per_replica import (
 )
 from lockstep.custom_loops.replica_runner import SyncPoint, sync
 from lockstep.execution.call_splitter import state_merge
-from lockstep.execution.replica import StateMerge, replica_seed
+from lockstep.execution.replica import StateMerge, with_replica_seeds
 from lockstep.execution.step_loop import trace_context
 from lockstep.execution.train_functions import is_in_step
 from lockstep.execution.train_state import dispatch_lock
-
-Value = TypeVar("Value")
 
 # Context variables: Keras's clear_session() does not touch them, and other threads do not see them.
 # A tuple, because scopes in generators may close in another order than they were opened in.
@@ -50,7 +49,7 @@ class ReplicaContext:
     ``lax.scan``, ``lax.cond`` or ``jax.vmap``.
 
     Args:
-        strategy: of the replica.
+        strategy: strategy of the replica.
         replica_id: number of the replica, ``int32 ()``; one trace serves many replicas, so it is not a Python number.
         gathered_shapes: maps the shape that this replica gives to an ``all_gather`` to the shapes of all replicas.
 
@@ -202,8 +201,8 @@ class ReplicaContext:
             returned[:] = [tree]
             return [x if is_per_replica(x) else jnp.asarray(x) for x in results]
 
-        every = [self.strategy._stacked_shape(jax.typeof(leaf)) for leaf in leaves]
-        shapes = [self.strategy._replica_shape(shape) for shape in jax.eval_shape(combine, every)]
+        every = [_stacked_shape(jax.typeof(leaf), self.num_replicas_in_sync) for leaf in leaves]
+        shapes = [_replica_shape(shape) for shape in jax.eval_shape(combine, every)]
         name = f"merge_call of {others}" if others else "merge_call"
         found = sync(SyncPoint(name, combine), leaves, shapes)
         return jax.tree.unflatten(returned[0], found)
@@ -216,24 +215,18 @@ class ReplicaContext:
             )
 
 
-class ReusableContext(AbstractContextManager[Value], ContextDecorator):
-    """A reentrant context manager, as the scopes of ``tf.distribute`` are.
+def _stacked_shape(shape: Any, replicas: int) -> PerReplica:
+    """Return the shape of a PerReplica whose values have ``shape``."""
+    stack = jax.ShapeDtypeStruct((replicas, *shape.shape), shape.dtype)
+    return PerReplica((stack,), (tuple(range(replicas)),))
 
-    Args:
-        new: returns a new context manager for each entry.
-    """
 
-    def __init__(self, new: Callable[[], AbstractContextManager[Value]]) -> None:
-        self._new, self._open = new, list[AbstractContextManager[Value]]()
-
-    def __enter__(self) -> Value:
-        context = self._new()
-        value = context.__enter__()
-        self._open.append(context)
-        return value
-
-    def __exit__(self, *raised: Any) -> bool | None:
-        return self._open.pop().__exit__(*raised)
+def _replica_shape(result: Any) -> Any:
+    """Return the shape of one replica's value of a merge call's result."""
+    if not is_per_replica(result):
+        return result
+    (stack,) = result.groups
+    return jax.ShapeDtypeStruct(stack.shape[1:], stack.dtype)
 
 
 @contextmanager
@@ -325,10 +318,7 @@ class _CallOnReplica:
             return self.original(trainable, non_trainable, *args, **kwargs)
         merges = [state_merge(variable) for variable in self.model.non_trainable_variables]
         replica = context.replica_id_in_sync_group
-        own = [
-            replica_seed(value, replica) if merge is StateMerge.SEED else value
-            for value, merge in zip(non_trainable, merges, strict=True)
-        ]
+        own = with_replica_seeds(non_trainable, merges, replica)
         outputs, state, *losses = self.original(trainable, own, *args, **kwargs)
         rows = next(leaf.shape[0] for leaf in jax.tree.leaves((args, kwargs)) if jnp.ndim(leaf))
         if not rows:  # A mean over no rows is NaN, and so would be its gradient.

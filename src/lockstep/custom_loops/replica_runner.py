@@ -8,7 +8,6 @@ on no argument at all is returned for each replica: it may be the number of rows
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
@@ -85,7 +84,7 @@ def _refuse_vmap(*_: Any, sync_point: SyncPoint, **__: Any) -> Any:
 
 ad.primitive_jvps[sync_p] = _tangents
 ad.primitive_transposes[sync_p] = _cotangents
-batching.primitive_batchers[sync_p] = partial(_refuse_vmap)
+batching.primitive_batchers[sync_p] = _refuse_vmap
 
 
 def run_on_replicas(function: Function, leaves: list[Any], placement: Placement) -> Any:

@@ -142,7 +142,7 @@ class StrategyApi:
 
         Args:
             fn: the function.
-            structure: of its arguments.
+            structure: tree structure of its arguments.
             are_values: which of them are values.
             fixed: the others.
             values: arrays, of each replica or shared.
@@ -405,19 +405,6 @@ class StrategyApi:
             check_vma=False,
         )(jax.tree.map(of_all, values))
 
-    def _stacked_shape(self, shape: Any) -> PerReplica:
-        """Return the shape of a PerReplica whose values have ``shape``."""
-        count = self._placement.replicas
-        stack = jax.ShapeDtypeStruct((count, *shape.shape), shape.dtype)
-        return PerReplica((stack,), (tuple(range(count)),))
-
-    def _replica_shape(self, result: Any) -> Any:
-        """Return the shape of one replica's value of a merge call's result."""
-        if not is_per_replica(result):
-            return result
-        (stack,) = result.groups
-        return jax.ShapeDtypeStruct(stack.shape[1:], stack.dtype)
-
 
 class _UnknownVariablesError(Exception):
     """Tells which variables a function has read of which the caller did not know."""
@@ -432,7 +419,7 @@ class _VariableAccess(keras.StatelessScope):
 
     Args:
         known: variables.
-        values: of them.
+        values: their values.
     """
 
     def __init__(self, known: list[keras.Variable], values: list[Any]) -> None:

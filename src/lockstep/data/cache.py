@@ -33,7 +33,7 @@ class FileBatchStore:
     """Batches in a file, which exists as long as batches are kept.
 
     Args:
-        path: of the file, which must not exist yet.
+        path: path of the file, which must not exist yet.
 
     Raises:
         OptionError: it exists.

@@ -42,7 +42,6 @@ from lockstep.devices.placement import Placement, count_rows
 Report = Callable[[str], None]
 _ON_BATCH = ("train_on_batch", "test_on_batch", "predict_on_batch")
 _SMALL_BATCH = 1 << 20  # bytes
-_BATCH_SIZE = 32  # Keras's default
 _STEPS = {"fit": "steps_per_epoch", "evaluate": "steps", "predict": "steps"}
 
 
@@ -138,7 +137,7 @@ class ProcessGroup:
         """Return a factory of checks: one for each pass over an input, called in the thread that reads the batches; None: no checks.
 
         Args:
-            name: of the input.
+            name: name of the input.
             num_batches: returns the number of its batches, None if it is not known.
         """
         return None
@@ -154,7 +153,7 @@ class ProcessGroup:
 
         Args:
             topic: what is gathered, for messages.
-            value: of JSON.
+            value: a value of JSON.
             channel: the sequence of calls that this one belongs to, for calls in a thread of its own.
             timeout_seconds: limit of the wait; None: that of the cluster.
         """
@@ -312,7 +311,7 @@ class InputFactory:
         source = make_source(*data, **given)
         if source.num_batches == 0:
             raise InputError(f"{argument}: the {source.name} has no batches.")
-        is_compiled = model.jit_compile and not model.run_eagerly
+        is_compiled = trainer.is_compiled(model)
         if is_fit and self._options.cache:
             source = self._cached(source, data, is_compiled, path_suffix, given, options["steps_per_epoch"])
         return KerasInput(
@@ -337,7 +336,7 @@ class InputFactory:
             is_inline = (
                 shuffle == "batch"
                 or self._placement.platform == "cpu"
-                or _bytes_of_row(data) * (batch_size or _BATCH_SIZE) <= _SMALL_BATCH
+                or _bytes_of_row(data) * (batch_size or trainer.DEFAULT_BATCH_SIZE) <= _SMALL_BATCH
             )
         else:
             is_inline = isinstance(source, DeviceSource)

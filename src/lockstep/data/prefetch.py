@@ -19,7 +19,7 @@ from lockstep._keras import trainer
 from lockstep._logging import is_cancelled, log_info
 
 BOUND = 0.2  # share of the time spent waiting for data from which on advice is given
-_MIN_WAITED_SECONDS = 2.0  # seconds of waiting below which no advice is given
+_MIN_WAITED_SECONDS = 2.0  # of waiting, below which no advice is given
 
 _collected: ContextVar["list[WaitMeter] | None"] = ContextVar("collected", default=None)
 

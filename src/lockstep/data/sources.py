@@ -277,9 +277,8 @@ class DatasetSource(_UserCodeSource):
     def _made_from(self, number: int) -> Iterator[Any]:
         order = itertools.islice(self._order(), number, None)
         read = self._read(order) if self._dataset.workers > 1 else (self._dataset[number] for number in order)
-        return (
-            self._standard(batch) for batch in read
-        )  # In a generator a StopIteration of the user's code is an error.
+        # In a generator a StopIteration of the user's code is an error.
+        return (self._standard(batch) for batch in read)
 
     def batch_reader(self) -> Callable[[int], Any]:
         """See :class:`InputSource`."""

@@ -157,7 +157,7 @@ class Placement:
 
         Args:
             array: the part of this process, ``(its replicas * k, …)``; all processes have the same k.
-            length: of the whole array along the first axis, ``replicas * k``.
+            length: length of the whole array along the first axis, ``replicas * k``.
         """
         first = self.local_replicas.start * length // self.replicas
 

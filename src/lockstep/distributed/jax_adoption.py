@@ -57,7 +57,7 @@ def check_source(source: WorkerGroup, is_chosen: bool) -> str | None:
     """Compare what a resolver says with the processes of JAX, which has started.
 
     Args:
-        source: of the resolver.
+        source: source of the resolver's description.
         is_chosen: whether the user has passed the resolver or written ``TF_CONFIG``; else its variables may be inherited.
 
     Returns:

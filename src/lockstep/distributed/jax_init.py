@@ -121,7 +121,7 @@ def share_of_gpus(visible: list[tuple[str, str]], index: int) -> list[int] | Non
 
     Args:
         visible: for each worker its machine with the GPUs that it may open there, and the visible ones of them, as ``"0,1"``.
-        index: of the worker.
+        index: number of the worker.
 
     Returns:
         Positions among the visible ones; None: all of them.

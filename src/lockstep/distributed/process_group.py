@@ -166,8 +166,8 @@ class _BatchComparison:
 
     Args:
         client: the control client.
-        channel: of the pass.
-        name: of the input.
+        channel: channel of the pass.
+        name: name of the input.
         num_batches: returns the length of the pass, on which the workers have agreed; None: it is not known. It is called once, as it may
             run code of the user.
     """
@@ -205,8 +205,8 @@ class _WorkerBatchGather:
 
     Args:
         client: the control client.
-        channel: of the pass.
-        name: of the input.
+        channel: channel of the pass.
+        name: name of the input.
     """
 
     def __init__(self, client: ControlClient, channel: str, name: str) -> None:
@@ -302,7 +302,7 @@ def _broadcast_arrays(
     The bytes of all arrays follow each other in chunks, so that this takes little more memory than the arrays.
 
     Args:
-        client: of the control channel.
+        client: client of the control channel.
         placement: the devices of all workers.
         arrays: by name, of dtypes of numbers.
     """
@@ -501,7 +501,7 @@ class _DriftCheck:
 
         Args:
             step: number of the step, for the message.
-            names: of the variables.
+            names: names of the variables.
             arrays: their values, one for each name, replicated over the devices, or after an eager step on one of this process.
 
         Raises:

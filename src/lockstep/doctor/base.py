@@ -12,6 +12,7 @@ import keras
 import numpy as np
 
 from lockstep._errors import flag
+from lockstep._keras import trainer
 from lockstep._logging import counted
 from lockstep.data.fit_entry import InputOptions
 from lockstep.execution.gathered_variables import ModelLayout
@@ -131,7 +132,6 @@ def _listed(head: str, lines: Sequence[str]) -> list[str]:
     return [head, *(f"  {line}" for line in lines)] if lines else []
 
 
-ROWS = 32  # Keras's default batch size
 _PACKAGES = (*(str(Path(module.__file__ or "").parent) for module in (keras, jax)), str(Path(__file__).parents[1]))
 _BETWEEN = ("contextlib.py", "functools.py")
 
@@ -144,7 +144,7 @@ class RuntimeSettings:
         replicas: number of replicas.
         devices: devices of all processes.
         processes: number of processes that train in step.
-        input_options: of the strategy.
+        input_options: input options of the strategy.
         has_strategy: False for plain Keras on one device.
         layout: returns where the variables of a model lie, None if that is not known yet; None: all of them on each device.
     """
@@ -167,7 +167,7 @@ class FitCall:
         y: as given, or None.
         sample_weight: as given, or None.
         arguments: other arguments, by name.
-        settings: of the run.
+        settings: settings of the run.
         fit_at: ``file:line`` of the call, "" if unknown.
         compiled_at: ``file:line`` of ``compile``, likewise.
         max_values: limit for the values of an array that are checked.
@@ -201,7 +201,7 @@ class FitCall:
     def batch_size(self) -> int:
         """Rows of a batch of arrays, as Keras determines it from the arguments."""
         given, steps, rows = self.arguments.get("batch_size"), self.arguments.get("steps_per_epoch"), self._rows_in_all
-        return -(-rows // steps) if given is None and steps and rows else given or ROWS
+        return -(-rows // steps) if given is None and steps and rows else given or trainer.DEFAULT_BATCH_SIZE
 
     @property
     def is_read(self) -> bool:

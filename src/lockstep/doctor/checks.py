@@ -8,9 +8,8 @@ from weakref import WeakKeyDictionary
 
 import keras
 
-from lockstep._errors import ModelError
+from lockstep._errors import ModelError, summary_of
 from lockstep.data.fit_entry import FitObserver, InputFactory
-from lockstep.distributed.control.failure_detector import summary_of
 from lockstep.doctor.base import Finding, FitCall, Report, RuntimeSettings, calling_location, doctor_enabled
 from lockstep.doctor.data_checks import (
     FitRecord,
@@ -79,7 +78,7 @@ class FitChecks(FitObserver):
     """Checks each call of ``fit`` and logs each finding once for a model; compiles nothing and reads a bounded number of values.
 
     Args:
-        settings: of the run.
+        settings: settings of the run.
         log: is called with a model and a sentence.
     """
 

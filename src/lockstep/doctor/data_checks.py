@@ -102,7 +102,7 @@ class FitRecord:
     """Batch size and learning rate of a call of ``fit``.
 
     Args:
-        rows: of a global batch.
+        rows: number of rows of a global batch.
         rate: the learning rate.
     """
 
@@ -122,10 +122,8 @@ def learning_rate_of(call: FitCall) -> float | None:
     optimizer = call.model.optimizer
     if optimizer is None or _may_change(callbacks_in(call.arguments)):
         return None
-    inner = trainer.inner_optimizer(optimizer)
-    if isinstance(inner, keras.optimizers.MultiOptimizer) or not isinstance(inner.learning_rate, keras.Variable):
-        return None  # Several rates, or a schedule.
-    return float(np.asarray(inner.learning_rate))
+    rate = trainer.adjustable_learning_rate(optimizer)
+    return None if rate is None else float(np.asarray(rate))
 
 
 def check_changed_batch(
@@ -165,7 +163,7 @@ def _is_known(kind: type) -> bool:
 
 
 BATCHES = 6  # to read and train on; the first step compiles and is not counted
-_MIN_WAIT_SECONDS = 0.002  # seconds that a step waits; less is not reported
+_MIN_WAIT_SECONDS = 0.002  # that a step waits; less is not reported
 
 
 def check_cached_order(call: FitCall) -> Iterator[Finding]:
@@ -217,7 +215,7 @@ class ProbedBatches:
         batches: on the host.
         seconds: median time to read one, without the first; None if there is only one.
         is_prefetched: whether batches are read while steps run.
-        name: of the input.
+        name: name of the input.
         batches_per_pass: number of batches of a pass; None if unknown.
     """
 
@@ -268,16 +266,15 @@ def measure_steps(functions: StepFunctions, probed: ProbedBatches) -> StepTiming
     """Measure training steps on the first batch, with copies of all variables."""
     random, steps = capture_random_state(), max(1, len(probed.batches) - 1)
     try:
-        if (
-            isinstance(functions.executor, SpmdExecutor)
-            and functions.model.jit_compile
-            and not functions.model.run_eagerly
-        ):
+        if isinstance(functions.executor, SpmdExecutor) and trainer.is_compiled(functions.model):
             probes = StrategyProbes(functions.model, functions.placement, functions.executor, functions.executor)
             probe = probes.compile(probed.batches[0])
             return StepTimings(probe.seconds(steps), probe.memory)
         train, state = functions.make("train"), copies(trainer.training_state(functions.model, probed.batches[0]))
-        step = lambda state, batch: train(state, iter([batch]))  # noqa: E731
+
+        def step(state: Any, batch: Any) -> Any:
+            return train(state, iter([batch]))
+
         return StepTimings(median_step_seconds(step, state, probed.batches[0], steps), None)
     finally:
         restore_random_state(random)

@@ -42,7 +42,7 @@ class BadVersion:
         below: versions lower than this one are bad; () for no bound.
         from_: this version and higher ones are bad; likewise.
         why: the reason.
-        source: of the reason.
+        source: where the reason comes from.
     """
 
     package: str
@@ -299,7 +299,7 @@ def check_network(
 
     Args:
         peers: processes of the cluster.
-        network: of this process.
+        network: network of this process.
         limit: seconds for all connections.
     """
     others = [peer for peer in peers if not peer.is_own]

@@ -155,7 +155,7 @@ class _AveragedVariable:
 
     Attributes:
         position: among the non-trainable variables.
-        path: of the variable.
+        path: path of the variable.
         reason: why its new value must be proved to be a mean over the rows, or the same on each replica; "" if it need not be.
     """
 
@@ -206,7 +206,7 @@ class OutputSpec:
         form: structure of the results.
         row_axes: for outputs, then losses, then stored attributes, then masks: where the rows are, or None if the result has no
             rows and replicas average it.
-        dtypes: of the same results.
+        dtypes: dtypes of the same results.
         first_state: positions of the non-trainable variables that get the value of the first replica: it is proved to be that of
             each, or random numbers, which have no mean.
         allows_padding: whether rows after those of a replica change none of its results.

@@ -1,7 +1,8 @@
 """Executors: how a step is run on the devices, split, whole, replica by replica, with central storage, or over a mesh.
 
 An executor compiles a step that was written for the global batch, and runs the model's forward passes inside it by replicas. Over a mesh the
-step is one program, which XLA partitions as the shardings of its variables and of the rows say.
+step is one program, which XLA partitions as the shardings of its variables and of the rows say. Whether a call is split is decided in
+``train_functions._ForwardInterceptor``.
 
 XLA must not shard rows unevenly over a mesh: with jaxlib 0.10.2, on two axes, the gradient of an embedding is then wrong (what pads the
 last shard is added to entry 0). A batch that the first axis does not divide is therefore computed on padding, if it is proved that this
@@ -477,7 +478,7 @@ class ModelParallelExecutor(SpmdExecutor):
 
     Args:
         placement: the mesh.
-        shardings: of the model's variables.
+        shardings: shardings of the model's variables.
         settle: settles them, given the inputs of a batch.
         recompute: which layers are recomputed in the backward pass.
         log: logs a sentence about the model, once.

@@ -126,8 +126,8 @@ class VariableLayout:
     Attributes:
         path: name within the model or its optimizer.
         owner: "model" or "optimizer".
-        shape: of the whole variable.
-        bytes: of the whole variable.
+        shape: shape of the whole variable.
+        bytes: size of the whole variable.
         axes: for each axis of the variable the axis of the mesh along which it is sharded, None if it is not.
         device_bytes: on each device.
         gathered: in which parts of a step the whole value is gathered; what is gathered in "forward" alone is kept for the backward

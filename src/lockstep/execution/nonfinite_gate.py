@@ -52,7 +52,7 @@ class NonFiniteGate:
         Args:
             old: the state before a step.
             new: the state after it, which may be donated.
-            logs: of the step.
+            logs: logs of the step.
         """
         new = tuple(list(part) for part in new)
         changed = tuple((p, n) for p, part in enumerate(new) for n, value in enumerate(part) if value is not old[p][n])

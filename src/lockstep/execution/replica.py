@@ -13,7 +13,7 @@ The results of a replica are of three kinds:
 - **state**: non-trainable variables; :class:`StateMerge` says how the replicas' values are merged.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -82,11 +82,7 @@ def run_replicas(
     weights = (np.asarray(rows) if rows_used is None else rows_used) / global_rows
 
     def one(replica: jax.Array, replica_inputs: Any) -> ReplicaResult:
-        own = [
-            replica_seed(value, replica) if merge is StateMerge.SEED else value
-            for value, merge in zip(non_trainable, merges, strict=True)
-        ]
-        return call(trainable, own, replica_inputs)
+        return call(trainable, with_replica_seeds(non_trainable, merges, replica), replica_inputs)
 
     shares = []
     for first, count, size, start in _runs(rows, vectorize):
@@ -162,6 +158,14 @@ def _combine(shares: list[ReplicaResult]) -> ReplicaResult:
     total = jax.tree.map(lambda *leaves: sum(leaves[1:], start=leaves[0]), *summed)
     rows = [jnp.concatenate(leaves) for leaves in zip(*(share.rows for share in shares), strict=True)]
     return ReplicaResult(rows=rows, means=total.means, state=total.state)
+
+
+def with_replica_seeds(values: Sequence[Any], merges: Sequence[StateMerge], replica: jax.Array) -> list[Any]:
+    """Return the values of the non-trainable variables as a replica gets them, with its own seeds."""
+    return [
+        replica_seed(value, replica) if merge is StateMerge.SEED else value
+        for value, merge in zip(values, merges, strict=True)
+    ]
 
 
 def replica_seed(state: jax.Array, replica: jax.Array) -> jax.Array:

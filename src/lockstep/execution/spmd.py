@@ -402,7 +402,7 @@ class _Pullback:
 
     Attributes:
         structure: tree of JAX's pullback, whose leaves are the residuals.
-        shapes: of the residuals.
+        shapes: shapes of the residuals.
         operands: for each residual the number of the operand that it is, or None.
     """
 

@@ -23,9 +23,7 @@ STATE = {
 }
 
 KerasStep = Callable[[Any, Any], tuple[Any, Any]]  # (state, data) -> (logs or outputs, state)
-JoinedStep = Callable[
-    [Any, tuple[Any, ...]], tuple[Any, Any]
-]  # (state, data of each step) -> (logs of the last step, state)
+JoinedStep = Callable[[Any, tuple[Any, ...]], tuple[Any, Any]]  # (state, data of each step) -> (last logs, state)
 
 # JAX caches traces of compiled functions, and these may ask for the strategy or the replica. This context is part of the cache's key:
 # the number of replicas in a scope, the trace of one replica in ``run``, and None in a step, as without a strategy.

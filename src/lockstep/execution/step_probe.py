@@ -35,7 +35,7 @@ class StepProbes(Protocol):
     """Compiles the training step of a model for batches.
 
     Attributes:
-        devices: of this process.
+        devices: devices of this process.
         replicas: their number.
         is_estimate: whether memory is that of another program than those that run.
     """

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import keras
 
+from lockstep._keras import trainer
 from lockstep._keras.graph import (
     clear_synchronized,
     forget_losses,
@@ -128,7 +129,7 @@ class StepFunctions:
         return executor.compile_joined(self.build_step(executor, "train"))
 
     def _select_executor(self) -> Executor:
-        if not self.model.run_eagerly and self.model.jit_compile:
+        if trainer.is_compiled(self.model):
             return self.executor
         device = self.executor.eager_device
         self.log(f"it is not compiled, so its replicas run one after the other, on {device_name(device)}")

@@ -27,7 +27,7 @@ class FitContext:
 
     Args:
         model: a model of a strategy.
-        arguments: of Keras's ``fit``, by name; hooks may change them.
+        arguments: arguments of Keras's ``fit``, by name; hooks may change them.
         functions: run the steps of the model; step hooks are added with ``functions.hooked``.
         placement: devices and number of replicas.
         process_group: all processes of the job.

@@ -26,7 +26,7 @@ class LaunchConfig:
         min_nodes: the fewest nodes that the job runs on; None: it needs all.
         node_rank: this node's number, from 0; None if there is one node, or if ``hosts`` or the rendezvous determines it.
         coordinator: ``host:port`` of worker 0; None: chosen on this machine.
-        hosts: of all nodes in order, each ``host`` or ``host:port``; the workers of a node take this port and those above it.
+        hosts: hosts of all nodes in order, each ``host`` or ``host:port``; the workers of a node take this port and those above it.
         max_restarts: limit of restarts: of all processes after one has failed, or of a single worker that the job can lose.
         join_seconds: how long to wait for more nodes when ``min_nodes`` have joined.
         start_seconds: limit of the wait for ``min_nodes`` nodes.

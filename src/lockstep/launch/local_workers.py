@@ -186,7 +186,7 @@ class LocalWorkers:
         processes: the processes of this node; this class calls all of them workers.
         start: starts one.
         restarts: the remaining ones, for workers that the job can lose.
-        signals: of the supervisor. SIGPIPE means that the reader of the output is gone.
+        signals: signals of the supervisor. SIGPIPE means that the reader of the output is gone.
         grace: seconds that a worker has to exit after SIGTERM.
         stop_at: when the run must be over, on the monotonic clock.
         excluded: children of this process that are not workers.

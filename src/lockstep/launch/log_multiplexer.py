@@ -11,7 +11,7 @@ from collections.abc import Callable
 from lockstep.launch.rank_assignment import ProcessName
 
 _CHUNK = 65536
-_MAX_LINE_BYTES = 65536  # bytes; a longer one is shown in chunks
+_MAX_LINE_BYTES = 65536  # A longer one is shown in chunks
 _PARTIAL_LINE_SECONDS = 1.0  # After this, the beginning of a line is shown without its end.
 _LAST_LINES = 30
 _ROOM = 2**22  # bytes; more than the longest failure report

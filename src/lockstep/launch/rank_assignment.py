@@ -115,7 +115,7 @@ class RankAssignment:
         first: rank of the first of them.
         all_workers: number of workers on all nodes.
         coordinator: ``host:port`` of worker 0.
-        addresses: of all workers; None if they are not known.
+        addresses: addresses of all workers; None if they are not known.
         is_counted_here: whether this node counts its generations by itself, so that other nodes may be at another one.
     """
 

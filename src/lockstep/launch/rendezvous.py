@@ -52,7 +52,7 @@ class RendezvousServer:
     """Serves the rendezvous of one job.
 
     Args:
-        spec: of this node, which all other nodes must match.
+        spec: description of this node, which all other nodes must match.
         me: this supervisor.
         listener: socket that the other nodes connect to.
         secret: that they must know; None: no secret is needed.
@@ -177,8 +177,8 @@ class RendezvousClient:
     Args:
         connection: to the server.
         server: the server itself, if it runs at this node.
-        description: of the server, for messages.
-        signals: of the supervisor.
+        description: description of the server, for messages.
+        signals: signals of the supervisor.
         stop_at: when the run must be over, on the monotonic clock.
         log: prints a line for the user.
         clock: returns seconds and never goes back.
@@ -335,7 +335,7 @@ def join_rendezvous(
         job: what runs.
         node: rank of this node; None: a node at the coordinator's address starts the server if there is none yet.
         network: the secret that all supervisors must know, and where this one listens.
-        signals: of the supervisor.
+        signals: signals of the supervisor.
         stop_at: when the run must be over, on the monotonic clock.
         log: prints a line for the user.
 

@@ -29,7 +29,7 @@ class JobSpec:
         start_seconds: limit of the wait for ``min_nodes`` nodes.
         grace: seconds that workers have to exit after SIGTERM.
         coordinator: ``host:port`` of the rendezvous.
-        hosts: of all nodes, if they are known.
+        hosts: hosts of all nodes, if they are known.
     """
 
     nnodes: str
@@ -208,7 +208,7 @@ class GenerationState:
         grace: seconds that workers have to exit after SIGTERM.
 
     Attributes:
-        outcomes: of the nodes on which it has ended.
+        outcomes: outcomes of the nodes on which it has ended.
         stop_sent: whether the remaining nodes were sent the request to stop.
     """
 
@@ -260,7 +260,7 @@ class RendezvousState:
     """The connected nodes, and the generation that they run or wait for.
 
     Args:
-        spec: of node 0.
+        spec: description of node 0.
         clock: returns seconds and never goes back.
 
     Attributes:

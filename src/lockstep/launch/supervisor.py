@@ -136,7 +136,7 @@ class LocalRestartLoop:
         job: what runs.
         node: rank of this node.
         restarts: the remaining ones.
-        signals: of the supervisor.
+        signals: signals of the supervisor.
         log: prints a line for the user.
         stop_at: time on the monotonic clock at which the job has to end; None: no limit.
     """
@@ -315,6 +315,5 @@ class _Supervisor:
         self._print(f"{text}\n")
 
     def _print(self, text: str) -> None:
-        self.messages.write(
-            f"lockstep run: {text}".encode(errors="backslashreplace"), waits=False
-        )  # It never waits for a reader.
+        line = f"lockstep run: {text}".encode(errors="backslashreplace")
+        self.messages.write(line, waits=False)  # It never waits for a reader.

@@ -98,7 +98,7 @@ def choose_allocator(
 
     Args:
         wanted: one of ``ALLOCATORS``.
-        environment: of the workers.
+        environment: environment of the workers.
         folders: to search for libraries.
         glibc: version of glibc; None: the C library is another one.
         uses_gpus: whether the workers compute on GPUs; "auto" then changes nothing.

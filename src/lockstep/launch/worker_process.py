@@ -84,7 +84,7 @@ class ProcessFailure:
         code: its exit code, or minus the number of the signal that ended it.
         when: on the machine's monotonic clock, in seconds.
         record: the exception that its program recorded, if any.
-        last_lines: of its output.
+        last_lines: last lines of its output.
 
     Example:
         >>> ProcessFailure(ProcessName("worker", 3), -7, 0.0, None, "step 7").headline

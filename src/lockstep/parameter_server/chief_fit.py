@@ -50,7 +50,7 @@ class UpdateCounters:
         """Count a finished batch.
 
         Args:
-            reports: of the workers, one for each part of the batch.
+            reports: reports of the workers, one for each part of the batch.
         """
         self.batches += 1
         self.traffic += sum(report["bytes"] for report in reports)

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property
 from typing import Any
 
 import keras
@@ -72,12 +73,11 @@ class PerWorkerValues:
     """
 
     def __init__(self, make: Callable[[], Any]) -> None:
-        self._make, self._values = function("make", make, "a function without arguments"), list[Any]()
+        self._make = function("make", make, "a function without arguments")
 
-    def _get(self) -> Any:
-        if not self._values:
-            self._values.append(self._make())
-        return self._values[0]
+    @cached_property
+    def _value(self) -> Any:
+        return self._make()
 
     def __iter__(self) -> Iterator[Any]:
         raise _scope_error(self)
@@ -200,8 +200,8 @@ class ClusterCoordinator:
 
         Args:
             fn: runs on a worker. It may return None, numbers, strings and arrays, in dicts, lists and tuples.
-            args: its arguments, as the worker's own script has computed them; per-worker values become those of the worker.
-            kwargs: likewise, by name.
+            args: positional arguments of ``fn``, as the worker's own script has computed them; per-worker values become those of the worker.
+            kwargs: keyword arguments of ``fn``, as ``args``.
 
         Returns:
             Its result, to be fetched later.
@@ -292,7 +292,7 @@ class ClusterCoordinator:
 
 def resolve_per_worker(arguments: Any) -> Any:
     """Return the arguments of a scheduled function, with this worker's values in place of per-worker values."""
-    return keras.tree.map_structure(lambda leaf: leaf._get() if isinstance(leaf, PerWorkerValues) else leaf, arguments)
+    return keras.tree.map_structure(lambda leaf: leaf._value if isinstance(leaf, PerWorkerValues) else leaf, arguments)
 
 
 def _scope_error(values: PerWorkerValues) -> ScopeError:

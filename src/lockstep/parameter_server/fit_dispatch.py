@@ -12,17 +12,16 @@ from typing import Any, Protocol
 import keras
 import numpy as np
 
-from lockstep._errors import USER_ERROR, ClusterError
+from lockstep._errors import USER_ERROR, ClusterError, summary_of
 from lockstep._keras import trainer
 from lockstep._keras.trainer import refresh_before_sync
 from lockstep.data import fit_entry
 from lockstep.data.indexed_batches import IndexedBatches
 from lockstep.data.keras_adapter import KerasInput
-from lockstep.distributed.control.failure_detector import summary_of
 from lockstep.distributed.control.termination import exit_code_of
 from lockstep.distributed.control.transport import as_text
 from lockstep.fit.checkpointing.backup_and_restore import BackupAndRestore
-from lockstep.fit.checkpointing.model_state import variables_of
+from lockstep.fit.checkpointing.model_state import named_variables
 from lockstep.fit.checkpointing.preemption import Preemption
 from lockstep.fit.hooks import single_callback
 from lockstep.parameter_server import scheduler_base
@@ -36,7 +35,6 @@ from lockstep.parameter_server.variables.variable_client import VariableClient
 from lockstep.parameter_server.worker_fit import WorkerFit, run_evaluator
 
 _HOOKS = "hooks of the data"
-_KINDS = ("trainable", "non_trainable", "optimizer")
 
 
 class ServerTraining(scheduler_base.TrainingModels, Protocol):
@@ -131,13 +129,10 @@ class ChiefFitDispatch(fit_entry.ProcessGroup):
         return ChiefFit(model, data, self._dispatcher, self._call, connect, parts, warn_once)
 
     def _add_callbacks(self, model: keras.Model, arguments: dict[str, Any], fit: ChiefFit) -> None:
-        on_train_begin = lambda logs: fit.begin()  # noqa: E731
-        on_epoch_end = lambda epoch, logs: fit.publish_epoch(epoch)  # noqa: E731
-        callback = keras.callbacks.LambdaCallback(
-            on_train_begin=on_train_begin, on_epoch_end=on_epoch_end if self._context.role.evaluator else None
-        )
-        _insert_callback(arguments, callback)
-        _insert_callback(arguments, StalenessMetrics(fit.counters, self._context.log))
+        callback = keras.callbacks.LambdaCallback(on_train_begin=lambda logs: fit.begin())
+        if self._context.role.evaluator:
+            callback.on_epoch_end = lambda epoch, logs: fit.publish_epoch(epoch)
+        _prepend_callbacks(arguments, StalenessMetrics(fit.counters, self._context.log), callback)
         if self._context.role.evaluator and arguments.get("validation_data") is not None:
             arguments["validation_data"] = None
             self._training._log_once(
@@ -150,7 +145,7 @@ class WorkerFitDispatch(fit_entry.ProcessGroup):
 
     Args:
         context: this process.
-        task_client: of the chief's task dispatcher.
+        task_client: client of the chief's task dispatcher.
         training: the strategy.
     """
 
@@ -263,8 +258,7 @@ def _to_json(found: Any) -> Any:
 
 def synced_variables(model: keras.Model) -> dict[str, keras.Variable]:
     """Return by name the variables that are equal on all processes after ``fit``."""
-    kinds = zip(_KINDS, variables_of(model), strict=False)
-    return {f"{kind}/{number}": variable for kind, group in kinds for number, variable in enumerate(group)}
+    return named_variables(model, "trainable", "non_trainable", "optimizer")
 
 
 def synced_values(model: keras.Model) -> dict[str, np.ndarray]:
@@ -272,10 +266,10 @@ def synced_values(model: keras.Model) -> dict[str, np.ndarray]:
     return {name: np.asarray(variable.value) for name, variable in synced_variables(model).items()}
 
 
-def _insert_callback(arguments: dict[str, Any], callback: keras.callbacks.Callback) -> None:
-    """Insert a callback before the user's, so that these see what it adds to the logs."""
+def _prepend_callbacks(arguments: dict[str, Any], *callbacks: keras.callbacks.Callback) -> None:
+    """Insert callbacks before the user's, so that these see what they add to the logs."""
     given = arguments.get("callbacks")
     if isinstance(given, keras.callbacks.CallbackList):
-        given.callbacks.insert(0, callback)
+        given.callbacks[:0] = callbacks
     else:
-        arguments["callbacks"] = [callback, *fit_entry.callbacks_in(arguments)]
+        arguments["callbacks"] = [*callbacks, *fit_entry.callbacks_in(arguments)]

@@ -148,7 +148,7 @@ class GradientResult:
     """Results of one step.
 
     Args:
-        gradients: of the trainable variables, by name.
+        gradients: gradients of the trainable variables, by name.
         logs: as ``train_step`` returned them.
         metric_logs: results of the metrics alone, by the names of the logs.
         non_trainable: new values of the non-trainable variables.
@@ -167,7 +167,7 @@ class GradientStep:
 
     Args:
         model: is built and compiled.
-        functions: of the model.
+        functions: step functions of the model.
         placement: the worker's devices.
 
     Raises:
@@ -176,7 +176,7 @@ class GradientStep:
     """
 
     def __init__(self, model: keras.Model, functions: StepFunctions, placement: Placement) -> None:
-        if model.run_eagerly or not model.jit_compile:
+        if not trainer.is_compiled(model):
             raise ModelError(
                 f"Model {model.name!r}: run_eagerly=True and jit_compile=False do not go with variables on servers, as gradients come out "
                 "of a compiled step. Fix: leave them out, or train it under a MirroredStrategy."
@@ -202,7 +202,7 @@ class GradientStep:
         """Compute the gradient; the model does not change.
 
         Args:
-            values: of the trainable variables, by name.
+            values: values of the trainable variables, by name.
             non_trainable: values of the non-trainable variables.
             metrics: values of the metrics' variables.
             batch: as Keras passes it to ``train_step``, on the host.

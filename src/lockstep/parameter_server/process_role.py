@@ -48,7 +48,7 @@ class ProcessRole:
         workers: ``host:port`` of the workers, by index.
         servers: ``host:port`` of the parameter servers, by index.
         evaluator: ``host:port`` of the evaluator; None if the cluster has none.
-        source: of the description, for messages: ``TF_CONFIG``.
+        source: source of the description, for messages: ``TF_CONFIG``.
 
     Example:
         >>> from lockstep.parameter_server.process_role import ProcessRole
@@ -153,7 +153,7 @@ class ProcessContext:
     """Settings of one process of a job.
 
     Args:
-        role: of the process, with the addresses of all processes.
+        role: role of the process, with the addresses of all processes.
         identity: what must be equal on all processes.
         partitioner: gives the number of shards of a variable; None: each variable is one shard.
         max_staleness: see :class:`lockstep.ParameterServerStrategy`.

@@ -13,8 +13,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from lockstep._errors import PEER_LOST, USER_ERROR, ClusterError, InputError, ModelError, ScopeError
-from lockstep.distributed.control.failure_detector import summary_of
+from lockstep._errors import PEER_LOST, USER_ERROR, ClusterError, InputError, ModelError, ScopeError, summary_of
 from lockstep.execution.replica import StateMerge
 from lockstep.fit.checkpointing.model_state import variables_of
 from lockstep.parameter_server.cluster_coordinator import resolve_per_worker
@@ -230,7 +229,7 @@ class WorkerScheduler(SchedulerBase):
         context: this process.
         training: the strategy.
         next_call: gives the number of the next call.
-        task_client: of the chief's task dispatcher.
+        task_client: client of the chief's task dispatcher.
     """
 
     def __init__(
@@ -363,10 +362,10 @@ class FunctionRunner:
     Args:
         model: whose variables the servers have.
         training: the strategy.
-        task_client: of the chief's task dispatcher.
+        task_client: client of the chief's task dispatcher.
         call: number of the call.
         connect: gives a client of the servers.
-        name: of this worker.
+        name: name of this worker.
     """
 
     def __init__(

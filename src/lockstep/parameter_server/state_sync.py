@@ -47,7 +47,7 @@ def compute_deltas(
 
     Args:
         non_trainable: values of the non-trainable variables after and before the step.
-        metrics: likewise those of the metrics' variables.
+        metrics: values of the metrics' variables after and before the step.
         no_sums: numbers of the metrics' variables that do not add up.
     """
     found: dict[str, np.ndarray] = {}
@@ -112,7 +112,7 @@ class DeltaAccumulator:
         """Add what the parts of one batch have changed, in their order.
 
         Args:
-            parts: of each, what :func:`compute_deltas` gave.
+            parts: for each part, the result of :func:`compute_deltas`.
             weights: numbers of rows.
             no_sums: numbers of the metrics' variables that do not add up: they get the value of the last part.
         """
@@ -177,9 +177,9 @@ class SeedOffsets:
         """Return the values with the seeds advanced by a number of steps.
 
         Args:
-            values: of the non-trainable variables, before all these steps.
+            values: values of the non-trainable variables, before all these steps.
             steps: number of steps before this one.
-            part: of the step; each part draws other random numbers.
+            part: part of the step; each part draws other random numbers.
         """
         own = list(values)
         for number, offset in enumerate(self._offsets):
@@ -196,7 +196,7 @@ class StateSync:
         model: is built and compiled.
         dispatcher: publishes to the workers.
         plan: assignment of the variables to servers.
-        client: of the servers.
+        client: client of the servers.
 
     Attributes:
         totals: values of non-trainable variables and metrics.

@@ -9,8 +9,7 @@ from typing import overload
 import numpy as np
 
 from lockstep._arrays import ArraySpec
-from lockstep._errors import NO_PROGRESS, PEER_LOST, USER_ERROR, ClusterError
-from lockstep.distributed.control.failure_detector import summary_of
+from lockstep._errors import NO_PROGRESS, PEER_LOST, USER_ERROR, ClusterError, summary_of
 from lockstep.distributed.control.transport import ProtocolError
 from lockstep.parameter_server.task_dispatcher import LONG_SECONDS, Result
 from lockstep.parameter_server.variables.array_transport import Message, payload_bytes
@@ -26,7 +25,7 @@ class Task:
     """Unit of work for one worker.
 
     Args:
-        number: of the task in its call.
+        number: number of the task in its call.
         what: description, as JSON values.
         arrays: that belong to it.
         below: all tasks with smaller numbers were done when this one was assigned.
@@ -84,7 +83,7 @@ class CallEnded(Exception):  # noqa: N818 # Control flow, like StopIteration: it
     """Raised by a wait if the chief has ended the call.
 
     Args:
-        result: of the call.
+        result: result of the call.
     """
 
     def __init__(self, result: CallResult) -> None:
@@ -234,7 +233,7 @@ def run_tasks(
     The next task is requested before the result of the last one is acknowledged, so the worker does not wait for a round trip.
 
     Args:
-        client: of the chief's task dispatcher.
+        client: client of the chief's task dispatcher.
         call: its number.
         run: runs one task.
         on_idle: is called if there is no task for a moment.

@@ -59,8 +59,8 @@ def run_evaluator(
     Args:
         model: is built and compiled; it gets the values.
         validation_data: as given to ``fit``; None: there is nothing to do.
-        task_client: of the chief's task dispatcher.
-        client: of the servers.
+        task_client: client of the chief's task dispatcher.
+        client: client of the servers.
         call: number of the call.
         log: takes a line for each evaluation.
 
@@ -134,9 +134,9 @@ class WorkerFit:
     Args:
         model: is built and compiled.
         step: computes its gradients.
-        batches: of its input.
-        task_client: of the chief's task dispatcher.
-        client: of the servers.
+        batches: batches of its input.
+        task_client: client of the chief's task dispatcher.
+        client: client of the servers.
         call: number of the call.
         log: takes a line.
     """

@@ -2,11 +2,11 @@
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, TypeVar
 
 import keras
 from jax.sharding import NamedSharding
@@ -17,7 +17,7 @@ from lockstep._keras.graph import global_batch_reason, unsynchronized_normalizat
 from lockstep._keras.sharded_variable import VariableLayouts, lay_out
 from lockstep._logging import counted, log_info
 from lockstep.collectives import CrossDeviceOps
-from lockstep.custom_loops.replica_context import ReplicaModels, ReusableContext, open_scopes
+from lockstep.custom_loops.replica_context import ReplicaModels, open_scopes
 from lockstep.data.fit_entry import InputFactory, ProcessGroup
 from lockstep.devices.determinism import describe_determinism
 from lockstep.devices.names import device_name, is_described
@@ -36,8 +36,30 @@ from lockstep.fit.nan_guard.nan_guard import NanGuardHook
 from lockstep.strategies.diagnostics import Diagnostics
 from lockstep.strategies.setup import StrategyOptions, scopes_disabled
 
+Value = TypeVar("Value")
+
 # Of the open scopes, which all are of one strategy. As they may close in any order, each leaves the one that was entered last.
 _traced: ContextVar[tuple[contextlib.AbstractContextManager[None], ...]] = ContextVar("lockstep_traced", default=())
+
+
+class ReusableContext(contextlib.AbstractContextManager[Value], contextlib.ContextDecorator):
+    """A reentrant context manager, as the scopes of ``tf.distribute`` are.
+
+    Args:
+        new: returns a new context manager for each entry.
+    """
+
+    def __init__(self, new: Callable[[], contextlib.AbstractContextManager[Value]]) -> None:
+        self._new, self._open = new, list[contextlib.AbstractContextManager[Value]]()
+
+    def __enter__(self) -> Value:
+        context = self._new()
+        value = context.__enter__()
+        self._open.append(context)
+        return value
+
+    def __exit__(self, *raised: Any) -> bool | None:
+        return self._open.pop().__exit__(*raised)
 
 
 @contextmanager
@@ -203,7 +225,7 @@ class Strategy(Diagnostics):
         """Checkpoints of a custom training loop, written in the background.
 
         Args:
-            directory: of the checkpoints; a separate one for each run.
+            directory: directory of the checkpoints; a separate one for each run.
             save_freq: number of steps, or time, between two checkpoints: 100, or ``"10min"``.
             keep: number of the newest checkpoints to keep.
 

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 import jax
 
-from lockstep.collectives import CommunicationOptions, Ops, choose_cross_device_ops
+from lockstep._errors import OptionError, instance_of
+from lockstep.collectives import CommunicationOptions, Ops, ops_from_options
 from lockstep.data.fit_entry import InputOptions
 from lockstep.execution.gathered_variables import Recompute
 from lockstep.strategies.base import Strategy
@@ -66,6 +67,26 @@ class MirroredStrategy(Strategy):
         recompute: Recompute = None,
     ) -> None:
         if communication_options is not None:
-            cross_device_ops = choose_cross_device_ops(cross_device_ops, communication_options)
+            _check_options(communication_options, cross_device_ops)
+            cross_device_ops = ops_from_options(communication_options)
         options = prepare_process(cross_device_ops, replicas, deterministic, input_options, shard, recompute)
         super().__init__(one_axis_placement(find_devices(devices), options), options)
+
+
+def _check_options(options: CommunicationOptions, ops: Ops | None) -> None:
+    """Check the options of a strategy of one process.
+
+    Raises:
+        OptionError: they are of another type or have a ``timeout_seconds``, or ``ops`` is given, too.
+    """
+    instance_of(CommunicationOptions, "communication_options", options, "lockstep.CommunicationOptions(…)")
+    if ops is not None:
+        raise OptionError(
+            f"cross_device_ops={ops!r} and communication_options={options!r} both say how gradients travel. Fix: leave one "
+            "out; an operation takes bytes_per_pack itself, for example lockstep.RingAllReduce(bytes_per_pack=…)."
+        )
+    if options.timeout_seconds is not None:
+        raise OptionError(
+            f"communication_options: timeout_seconds={options.timeout_seconds!r} is for collectives between processes. "
+            "The devices of one process are waited for by XLA, with limits of its own. Fix: leave timeout_seconds out."
+        )

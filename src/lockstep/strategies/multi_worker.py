@@ -11,7 +11,7 @@ import keras
 
 from lockstep._errors import ClusterError, instance_of, whole_number
 from lockstep._logging import log_info
-from lockstep.collectives import CommunicationOptions, Ops, choose_cross_device_ops
+from lockstep.collectives import CommunicationOptions, Ops, ops_from_options
 from lockstep.collectives.base import PackedAllReduce
 from lockstep.data import fit_entry
 from lockstep.data.fit_entry import InputOptions
@@ -58,9 +58,9 @@ class WorkerStrategy(Strategy):
 
     Args:
         cluster_resolver: as in :class:`MultiWorkerMirroredStrategy`.
-        communication_options: likewise.
-        devices: likewise.
-        check_every: likewise.
+        communication_options: as in :class:`MultiWorkerMirroredStrategy`.
+        devices: as in :class:`MultiWorkerMirroredStrategy`.
+        check_every: as in :class:`MultiWorkerMirroredStrategy`.
         prepare: checks the other arguments and prepares the process, given the cross-device operation; it is called before the workers
             connect.
         place: returns the placement on the devices of all workers.
@@ -87,7 +87,7 @@ class WorkerStrategy(Strategy):
         self._group = self._resolver.group() if self._resolver else _alone(self._is_adopting)
         self._job: ProcessJob | None = None
         communication = replace(options, timeout_seconds=None)
-        ops = None if communication == CommunicationOptions() else choose_cross_device_ops(None, communication)
+        ops = None if communication == CommunicationOptions() else ops_from_options(communication)
         prepared = prepare(ops)
         if not is_made_alone():
             refuse_device_override(type(self).__name__)
@@ -209,7 +209,7 @@ class MultiWorkerMirroredStrategy(WorkerStrategy):
         input_options: how batches reach the devices.
         check_every: number of training steps from one comparison of the variables of all workers to the next; 0: never.
         shard: as in :class:`MirroredStrategy`, over the devices of all workers.
-        recompute: likewise.
+        recompute: as in :class:`MirroredStrategy`.
 
     Raises:
         ClusterError: a worker is missing, was started differently or belongs to another job; or JAX has started already without

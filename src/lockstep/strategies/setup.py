@@ -9,7 +9,7 @@ import jax
 
 from lockstep._errors import DeviceError, OptionError, flag, shown, whole_number
 from lockstep._keras import trainer
-from lockstep.collectives import AutoAllReduce, CrossDeviceOps, Ops, TreeAllReduce, resolve_cross_device_ops
+from lockstep.collectives import AutoAllReduce, CrossDeviceOps, Ops, TreeAllReduce, ops_from_argument
 from lockstep.data.fit_entry import InputOptions, check_input_options
 from lockstep.devices.cpu_devices import ensure_cpu_devices, has_started, keep_memory
 from lockstep.devices.determinism import is_deterministic, prepare_determinism
@@ -59,11 +59,11 @@ def prepare_process(
 
     Args:
         cross_device_ops: as in :class:`MirroredStrategy`.
-        replicas: likewise.
-        deterministic: likewise; None: as :func:`lockstep.config.set_deterministic` says.
-        input_options: likewise.
-        shard: likewise.
-        recompute: likewise.
+        replicas: as in :class:`MirroredStrategy`.
+        deterministic: as in :class:`MirroredStrategy`; None: as :func:`lockstep.config.set_deterministic` says.
+        input_options: as in :class:`MirroredStrategy`.
+        shard: as in :class:`MirroredStrategy`.
+        recompute: as in :class:`MirroredStrategy`.
 
     Raises:
         BackendError: Keras does not run on JAX, or its version is unknown.
@@ -94,7 +94,7 @@ def one_axis_placement(devices: Sequence[jax.Device], options: StrategyOptions) 
 
 def _resolve_ops(ops: Ops | None, deterministic: bool) -> CrossDeviceOps:
     """Return the operation that adds gradients; a deterministic strategy needs one whose order does not depend on the devices."""
-    resolved = TreeAllReduce() if deterministic and ops is None else resolve_cross_device_ops(ops)
+    resolved = TreeAllReduce() if deterministic and ops is None else ops_from_argument(ops)
     if deterministic and not isinstance(resolved, TreeAllReduce):
         raise OptionError(
             f"cross_device_ops={type(resolved).__name__} adds gradients in an order that depends on the devices, and deterministic=True needs "

@@ -90,7 +90,7 @@ def import_export(output: str, directory: str, overwrite: bool) -> Loaded:
 
     Args:
         output: path of the export.
-        directory: of all checkpoints; it is made if it is not there.
+        directory: directory of all checkpoints; it is made if it is not there.
         overwrite: whether a checkpoint of the same step is replaced.
 
     Returns:

@@ -72,8 +72,8 @@ def examine_script(path: str, arguments: Sequence[str], network: ClusterFindings
     """Run a script up to its first fit, examine that call, and end the script.
 
     Args:
-        path: of the script.
-        arguments: of the script.
+        path: path of the script.
+        arguments: arguments of the script.
         network: findings about the cluster.
 
     Raises:

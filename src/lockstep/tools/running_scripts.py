@@ -67,8 +67,8 @@ def run_until_fit(path: str, arguments: Sequence[str], on_fit: Callable[[FirstFi
     """Run a script as ``python path arguments`` does, call ``on_fit`` with its first ``fit``, and end the script there.
 
     Args:
-        path: of the script.
-        arguments: of the script, in ``sys.argv`` after its name.
+        path: path of the script.
+        arguments: arguments of the script, in ``sys.argv`` after its name.
         on_fit: called once, inside the contexts that the script has entered.
 
     Raises:

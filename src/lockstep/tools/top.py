@@ -16,7 +16,7 @@ from lockstep._files import read_file
 from lockstep._logging import counted
 from lockstep.checkpoint.format import STATUS, checkpoints_in, step_of
 
-_MAX_STATUS_BYTES = 1 << 24  # bytes
+_MAX_STATUS_BYTES = 1 << 24
 _SHORTEST = 0.1  # seconds between two updates
 STALE = 10.0  # seconds without a new status after which the chief counts as dead
 _NOTABLE = 0.05  # share of the time; a worker that waits less for its data is not reported as slow
@@ -28,7 +28,7 @@ def watch(directory: str, interval: float, console: Console, sleep: Callable[[fl
     """Show the state repeatedly, until Ctrl-C.
 
     Args:
-        directory: of the run.
+        directory: directory of the run.
         interval: seconds between two updates.
         console: output.
         sleep: waits for some seconds.
@@ -51,7 +51,7 @@ def picture(directory: str | Path, now: Callable[[], float] = time.time) -> Rend
     """Render the state of a run.
 
     Args:
-        directory: of the run.
+        directory: directory of the run.
         now: returns the seconds since 1970.
 
     Raises:

@@ -38,7 +38,7 @@ class BatchMeasurement:
     """The measurement of one batch size.
 
     Args:
-        rows: of the global batch.
+        rows: number of rows of the global batch.
         fits: whether its step fits into memory.
         memory_bytes: memory of a step: on each accelerator, or for all CPU devices of a process together; None if compiling ran out of
             memory.
@@ -403,7 +403,7 @@ def _check_model(model: keras.Model, owner: Any) -> None:
         raise ScopeError(
             "batch_size_finder: a keras.distribution is active, whose steps it cannot measure. Fix: train under a strategy, or without the distribution."
         )
-    if not model.compiled or model.run_eagerly or not model.jit_compile:
+    if not model.compiled or not trainer.is_compiled(model):
         raise ModelError(
             f"batch_size_finder: {model.name!r} {'runs uncompiled' if model.compiled else 'is not compiled'}, so its memory is unknown. Fix: call "
             "compile() without run_eagerly and jit_compile=False first."
@@ -414,7 +414,7 @@ def _free_memory(devices: Sequence[jax.Device], processes_here: int = 1) -> int 
     """Return the bytes that a step may use: on each accelerator, or on this machine for all CPU devices of this process.
 
     Args:
-        devices: of this process, of one platform.
+        devices: devices of this process, of one platform.
         processes_here: number of processes of the job that share this machine's memory.
 
     Returns:

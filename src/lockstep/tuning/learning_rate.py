@@ -20,10 +20,8 @@ from lockstep.data.keras_adapter import KerasInput
 from lockstep.fit.hooks import FitContext
 from lockstep.strategies.parameter_server import ParameterServerStrategy
 
-RULES: dict[str, Callable[[float], float]] = {
-    "linear": float,
-    "sqrt": math.sqrt,
-}  # functions of the ratio of the batch sizes
+# Functions of the ratio of the batch sizes.
+RULES: dict[str, Callable[[float], float]] = {"linear": float, "sqrt": math.sqrt}
 
 _SCHEDULE = (
     "LearningRateScaling needs an optimizer with one learning rate that is a number; a LearningRateSchedule is compiled into the step and counts "
@@ -233,9 +231,7 @@ class LearningRateScaling(keras.callbacks.Callback):
                 "LearningRateScaling cannot see the global batch in plain Keras. Fix: use LearningRateScaling(…, global_batch=512), or make the "
                 "model in lockstep.MirroredStrategy().scope() without overriding fit."
             )
-        if isinstance(optimizer, keras.optimizers.MultiOptimizer) or not isinstance(
-            optimizer.learning_rate, keras.Variable
-        ):
+        if trainer.adjustable_learning_rate(optimizer) is None:
             raise OptionError(_SCHEDULE)
         if self._epochs and self._steps is None:
             raise OptionError(

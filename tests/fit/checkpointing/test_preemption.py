@@ -119,7 +119,7 @@ try:
     with Preemption(ProcessGroup()) as preemption:
         os.kill(os.getpid(), signal.SIGTERM)
         if {stops}:
-            preemption.is_now()
+            preemption.end_step()
         raise {error}
 except Exception as error:
     print("caught", error)
@@ -158,7 +158,7 @@ with Preemption(ProcessGroup(), clock=lambda: now) as preemption:
     for now in {times}:
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(0.01)
-    print("stops", preemption.is_now())
+    print("stops", preemption.end_step())
     try:
         raise SystemExit(75)
     finally:
@@ -190,7 +190,7 @@ for _ in range(2):
     try:
         with Preemption(ProcessGroup()) as preemption:
             os.kill(os.getpid(), signal.SIGTERM)
-            assert preemption.is_now()
+            assert preemption.end_step()
             raise SystemExit(75)
     except SystemExit:
         print("stopped")

@@ -16,7 +16,7 @@ import pytest
 
 import lockstep
 from lockstep import DeviceError, OptionError, cli
-from lockstep.collectives import resolve_cross_device_ops
+from lockstep.collectives import ops_from_argument
 from lockstep.data.prefetch import WaitMeter, collect_meters
 from lockstep.strategies import setup
 from lockstep.strategies.setup import override_devices
@@ -240,8 +240,8 @@ def test_several_outputs_without_metrics_are_compared_by_the_whole_loss():
 
 
 def test_an_operation_has_its_formula_and_somebodys_own_the_platforms():
-    assert formula_of(resolve_cross_device_ops("tree")) == "tree"
-    assert formula_of(resolve_cross_device_ops(lambda array, axis: array)) == "auto"
+    assert formula_of(ops_from_argument("tree")) == "tree"
+    assert formula_of(ops_from_argument(lambda array, axis: array)) == "auto"
 
 
 def test_a_meter_counts_what_getting_a_batch_takes_and_is_seen_where_it_is_made():

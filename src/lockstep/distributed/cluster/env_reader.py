@@ -45,7 +45,7 @@ class EnvReader:
         """Return a variable that must be set and not blank.
 
         Args:
-            name: of the variable.
+            name: name of the variable.
             meaning: a phrase for the error: ``"the number of processes"``.
 
         Raises:

@@ -187,10 +187,10 @@ class WorkerGroup:
         workers: their number, at least 1. A chief is worker 0.
         index: this process's number, from 0.
         coordinator: ``host:port`` of worker 0.
-        addresses: of all workers in order, the coordinator first; None if the scheduler does not provide them.
+        addresses: addresses of all workers in order, the coordinator first; None if the scheduler does not provide them.
         local_index: this process's number among those of its machine, from 0.
         local_workers: number of these processes on this machine, which share its devices.
-        source: of the description, for messages: ``TF_CONFIG``, ``Slurm``.
+        source: source of the description, for messages: ``TF_CONFIG``, ``Slurm``.
         notes: sentences for the user about settings that were found and not used.
 
     Raises:
@@ -313,7 +313,7 @@ class Membership:
         spec: the tasks whose addresses are known.
         task_type: this process's job.
         task_id: its index in the job.
-        source: of the description, for messages.
+        source: source of the description, for messages.
         group: the processes that train in step with it; None for a ``ps``, which does not train.
         has_jobs: whether the source names jobs; else it counts processes, and all of them are workers.
     """
@@ -358,7 +358,7 @@ def find_membership(
     """Return the membership of a process in a cluster whose description names jobs.
 
     Args:
-        source: of the description, for messages.
+        source: source of the description, for messages.
         spec: the cluster.
         task_type: this process's job; may be None only if a single process trains.
         task_id: its index in the job; likewise.

@@ -20,7 +20,7 @@ class JoinRejection:
         sentence: for the user.
         everyone: whether the job cannot start at all, so that all workers are rejected.
         again: whether the worker should try again later.
-        exit_code: of the rejected process; None: as after any error of the program.
+        exit_code: exit code of the rejected process; None: as after any error of the program.
     """
 
     sentence: str
@@ -172,7 +172,7 @@ def find_disagreement(values: Sequence[Any]) -> Disagreement | None:
     """Return which workers differ; None if all have equal values.
 
     Args:
-        values: of all workers, in order.
+        values: values of all workers, in order.
 
     Example:
         >>> from lockstep.distributed.control.admission import find_disagreement

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from lockstep._errors import NO_PROGRESS, ClusterError
+from lockstep._errors import NO_PROGRESS, ClusterError, summary_of
 from lockstep._logging import CancelledError, WaitLogger, is_cancelled, listed
 from lockstep.distributed.cluster.membership import WorkerGroup
 from lockstep.distributed.control.admission import digest, find_disagreement
@@ -27,7 +27,6 @@ from lockstep.distributed.control.failure_detector import (
     SuspendDetector,
     WorkerStatus,
     make_failure,
-    summary_of,
 )
 from lockstep.distributed.control.handshake import Peer
 from lockstep.distributed.control.transport import EventLoop, FramedSocket, as_json, encode
@@ -140,7 +139,7 @@ class ControlClient:
 
         Args:
             topic: what is gathered; a worker with another topic at this point causes an error that names both.
-            value: of JSON; it is returned as JSON has it: a tuple as a list.
+            value: a value of JSON; it is returned as JSON has it: a tuple as a list.
             channel: the sequence of calls that this one belongs to.
             timeout_seconds: limit of the wait, after which the job has failed; None: the client's. If a missing worker starts
                 or compiles, ``long_seconds`` is the limit.
@@ -351,7 +350,7 @@ class _Channel:
     """One sequence of collective calls, and the result of the call that waits on it.
 
     Attributes:
-        name: of the sequence.
+        name: name of the sequence.
         done: is set when the call has its result, or will get none.
         calls: number of calls that were made.
         values: the result.

@@ -41,7 +41,7 @@ class CollectiveReply:
 
     Args:
         to: the workers.
-        channel: of the call.
+        channel: channel of the call.
         values: the result; empty after an error.
         error: why there is none.
     """
@@ -178,7 +178,7 @@ class Coordinator:
         chief: this process.
         listener: accepts the connections of the other workers; None for a job of one worker.
         secret: that the workers must know.
-        limits: of waits.
+        limits: limits of waits.
         log: takes lines.
         clock: gives seconds, and is not set back.
 

@@ -1,4 +1,6 @@
-"""Failure detector: which worker has died, is silent or is stuck, and the failure that all workers are told.
+"""Finds from heartbeats which worker is silent, is stuck or has left early, and says how a job failed.
+
+That a worker has died is noticed by ``control_server``, when its connection closes.
 
 A worker without a heartbeat for ``timeout`` is silent. A worker is stuck if its step and activity have not changed for ``timeout``
 (``long`` in an activity of ``MAY_TAKE_LONG``) while another has waited for ``timeout`` in a step that it has not reached. If a worker
@@ -85,17 +87,6 @@ class Failure:
         return cls(**{**message, "kind": FailureKind(message["kind"])})
 
 
-def summary_of(error: BaseException) -> str:
-    """Return an exception as in the last line of its traceback.
-
-    Example:
-        >>> summary_of(ValueError("no labels"))
-        'ValueError: no labels'
-    """
-    name, text = type(error).__name__, str(error)
-    return f"{name}: {text}" if text else name
-
-
 HEARTBEAT_SECONDS = 0.5
 START = "start"
 STEP = "step"
@@ -113,9 +104,9 @@ class Limits:
     """Limits of waits, in seconds.
 
     Args:
-        timeout: of a wait, and of the silence of a worker.
-        long: of an activity of ``MAY_TAKE_LONG``, and of a step of all workers.
-        start: of the wait for all workers at the start; None: ``timeout``.
+        timeout: limit of a wait, and of the silence of a worker.
+        long: limit of an activity of ``MAY_TAKE_LONG``, and of a step of all workers.
+        start: limit of the wait for all workers at the start; None: ``timeout``.
 
     Raises:
         OptionError: a limit is so low that late heartbeats would exceed it, or ``long`` is below ``timeout``.
@@ -207,7 +198,7 @@ def find_cause(now: float, found: Failure, statuses: Sequence[WorkerStatus]) -> 
     Args:
         now: the time.
         found: the failure that was noticed first.
-        statuses: of all workers.
+        statuses: statuses of all workers.
     """
     if found.kind not in (FailureKind.DIED, FailureKind.FAILED):
         return found

@@ -53,7 +53,7 @@ class Peer:
         generation: how many times its job was restarted.
         identity: what must be equal on all workers.
         information: for the other workers: any JSON.
-        address: of its end of the connection, as the chief sees it.
+        address: address of its end of the connection, as the chief sees it.
 
     Example:
         >>> str(Peer(index=1, workers=3, host="node1", pid=77))
@@ -317,7 +317,7 @@ def refusal(sentence: str, *, again: bool = False, exit_code: int | None = None)
     Args:
         sentence: the reason, for the user.
         again: whether to try again later is right.
-        exit_code: of the refused process; None: as after any error of the program.
+        exit_code: exit code of the refused process; None: as after any error of the program.
     """
     return {"kind": "refused", "sentence": sentence, "again": again, "exit_code": exit_code}
 
@@ -355,7 +355,7 @@ def connect(address: str, seconds: float, name: str = "the coordinator") -> Fram
     Args:
         address: ``host:port``.
         seconds: limit of the wait.
-        name: of the server, for errors about its address.
+        name: name of the server, for errors about its address.
 
     Raises:
         RetryableConnectError: no server accepted the connection in time.
@@ -376,7 +376,7 @@ def introduce(connection: FramedSocket, me: Peer, secret: bytes | None, seconds:
     Args:
         connection: to the server.
         me: this process.
-        secret: of the job.
+        secret: secret of the job.
         seconds: limit of the wait for the challenge.
 
     Raises:

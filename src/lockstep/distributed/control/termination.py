@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, Protocol
 
-from lockstep._errors import INTERRUPTED, PEER_LOST, USER_ERROR, ClusterError
+from lockstep._errors import INTERRUPTED, PEER_LOST, USER_ERROR, ClusterError, summary_of
 from lockstep.distributed.control.control_client import ControlClient
-from lockstep.distributed.control.failure_detector import Failure, FailureKind, summary_of
+from lockstep.distributed.control.failure_detector import Failure, FailureKind
 
 GRACE_SECONDS = 1.5
 _WRITE_SECONDS = 1.0  # A full pipe, or a lock that the main thread holds, must not keep the process alive.

@@ -55,8 +55,8 @@ class Mac:
     """The message authentication code (HMAC-SHA-256) of one unit: a frame, or the arrays that follow it.
 
     Args:
-        key: of one direction of one connection.
-        number: of the unit in its direction.
+        key: key of one direction of one connection.
+        number: number of the unit in its direction.
     """
 
     def __init__(self, key: bytes, number: int) -> None:
@@ -80,7 +80,7 @@ class MacCounter:
     """Gives each unit of one direction its MAC. A unit that is repeated, left out or moved has a wrong one.
 
     Args:
-        key: of this direction of this connection only.
+        key: key of this direction of this connection only.
     """
 
     def __init__(self, key: bytes) -> None:
@@ -167,7 +167,7 @@ class FrameDecoder:
         limit: bytes of a message; longer ones are refused at their header.
 
     Attributes:
-        macs: of the messages from now on; None: they have none.
+        macs: MACs of the messages from now on; None: they have none.
     """
 
     def __init__(self, limit: int = MAX_BYTES) -> None:
@@ -243,7 +243,7 @@ class FramedSocket:
 
     Attributes:
         ended: why no more messages can come; None while they can.
-        address: of the other end.
+        address: address of the other end.
         is_local: whether both ends are loopback addresses of this machine.
         session: authenticates the messages; None: they are not authenticated.
     """
@@ -352,7 +352,7 @@ class EventLoop:
     """A daemon thread that serves connections, runs calls of other threads, and runs timers.
 
     Args:
-        name: of the thread.
+        name: name of the thread.
         clock: gives seconds, and is not set back.
     """
 

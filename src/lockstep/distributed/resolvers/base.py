@@ -110,8 +110,8 @@ class ClusterResolver:
 
         Args:
             task_type: not used: a process counts its own, and given numbers hold for every process.
-            task_id: likewise.
-            config_proto: of TensorFlow 1; not used.
+            task_id: not used, for the same reason.
+            config_proto: configuration of TensorFlow 1; not used.
 
         Returns:
             The argument ``num_accelerators``, or what JAX finds here.

@@ -21,7 +21,7 @@ class TFConfigClusterResolver(EnvironmentResolver):
         task_type: instead of the type in ``TF_CONFIG``.
         task_id: instead of the index in ``TF_CONFIG``.
         rpc_layer: instead of that in ``TF_CONFIG``.
-        environment: likewise.
+        environment: instead of that in ``TF_CONFIG``.
         environ: has ``TF_CONFIG``.
 
     Raises:

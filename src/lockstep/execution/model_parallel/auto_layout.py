@@ -73,7 +73,7 @@ class _Candidate:
         arrays: for the number of each array that is then sharded its axis.
         collectives: what follows in a forward pass.
         moved: bytes that the collectives and the loss move.
-        bytes: of all its variables.
+        bytes: size of all its variables.
         large: bytes of each of its large variables.
         is_alone: whether other variables along the same logical axis are not sharded along it.
     """

@@ -26,7 +26,7 @@ class ArrayNode:
     Attributes:
         number: in program order.
         shape: its shape.
-        bytes: of the whole array.
+        bytes: size of the whole array.
     """
 
     number: int
@@ -41,7 +41,7 @@ class AxisCollective:
     Attributes:
         kind: "all-reduce" or "all-gather".
         array: number of the array that it makes whole.
-        bytes: of that array.
+        bytes: size of that array.
         count: how often it runs in a forward pass.
         calls: the equation that needs it, after the calls that contain it.
     """

@@ -284,7 +284,7 @@ class ModelShardings:
 
     Args:
         model: the model.
-        options: of the strategy.
+        options: options of the strategy.
         log: logs a sentence about the model.
 
     Attributes:

@@ -19,7 +19,7 @@ class BackupAndRestore(keras.callbacks.Callback):
     numbers, text, arrays, or lists and dicts of them.
 
     Args:
-        directory: of the checkpoints; one for each run.
+        directory: directory of the checkpoints; one for each run.
         save_freq: ``"epoch"``, a number of steps, or a time such as ``"30 s"``, ``"10min"`` or ``"2h"``. The end of an epoch always counts.
         keep: number of the newest checkpoints that are kept.
         async_: write checkpoints in a thread, while training continues.
@@ -87,7 +87,7 @@ class SaveFrequency:
 
     Example:
         >>> every = SaveFrequency(100)
-        >>> every.is_due(199, 201), every.is_due(201, 203)
+        >>> every.is_due_by_steps(199, 201), every.is_due_by_steps(201, 203)
         (True, False)
     """
 
@@ -98,12 +98,12 @@ class SaveFrequency:
         self._clock = clock
         self.saved()
 
-    def is_due(self, before: int, now: int) -> bool:
+    def is_due_by_steps(self, before: int, now: int) -> bool:
         """Return whether to save after a number of steps, given the number of steps at the last call and now."""
         return self.steps is not None and now // self.steps > before // self.steps
 
-    def is_late(self) -> bool:
-        """Return whether it is time to save."""
+    def is_due_by_time(self) -> bool:
+        """Return whether so many seconds have passed since the last save."""
         return self.seconds is not None and self._clock() - self._saved_at >= self.seconds
 
     def saved(self) -> None:

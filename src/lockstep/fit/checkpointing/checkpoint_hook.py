@@ -34,7 +34,7 @@ class CheckpointHook:
 def _checkpointed(backup: BackupAndRestore, context: FitContext) -> Iterator[None]:
     is_writer, data = context.process_group.process == 0, context.data
     store = CheckpointStore(backup.directory, backup.keep, log=context.log) if is_writer else None
-    with store or nullcontext(), Preemption(context.process_group, backup.frequency.is_late) as preemption:
+    with store or nullcontext(), Preemption(context.process_group, backup.frequency.is_due_by_time) as preemption:
         setup = context.setup | {"steps of an epoch": data.steps}
         group, functions = context.process_group, context.functions
         # No name here keeps the arrays of the resumed run, which are as large as the model.

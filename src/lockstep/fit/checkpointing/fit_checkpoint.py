@@ -59,9 +59,9 @@ class ResumedRun:
     """The checkpoint of an earlier run, and the epochs to train now; without a checkpoint, the beginning of a new run.
 
     Args:
-        position: of the checkpoint.
-        arrays: of the checkpoint, by name.
-        metadata: of the checkpoint; empty for a new run.
+        position: position of the checkpoint.
+        arrays: arrays of the checkpoint, by name.
+        metadata: metadata of the checkpoint; empty for a new run.
         epochs: number of epochs that ``fit`` trains in all, those of the earlier run included.
         extends: number of epochs of a finished run that this one extends.
         is_stopped: whether a callback stopped the earlier run at the end of an epoch, so that nothing is left to train.
@@ -88,7 +88,7 @@ class ResumedRun:
         """Return the run with the epochs of a call of ``fit``.
 
         Args:
-            epochs: of the call.
+            epochs: epochs of the call.
             extend: whether they come after those of a run that has finished, also if this one resumes such an extension.
         """
         if not extend:
@@ -140,7 +140,7 @@ def on_all_processes(loaded: Loaded | None, directory: Path, group: ProcessGroup
 
     Args:
         loaded: the checkpoint; None if there is none, and on other processes.
-        directory: of the checkpoints, as this process names it.
+        directory: directory of the checkpoints, as this process names it.
         group: the processes of the job.
     """
     named = group.all_gather("the newest checkpoint", [loaded.path.name, loaded.sha256] if loaded else None)[0]
@@ -167,7 +167,7 @@ def resume_message(resumed: ResumedRun, directory: Path) -> str:
 
     Args:
         resumed: the earlier run.
-        directory: of the checkpoints.
+        directory: directory of the checkpoints.
 
     Example:
         >>> resume_message(ResumedRun(TrainPosition(step=56, epoch=3, batch=8), epochs=5), Path("run"))
@@ -199,11 +199,8 @@ def changed_versions_message(then: Mapping[str, str], now: Mapping[str, str]) ->
 
 _PARTS_SECONDS = 3600.0  # for all workers to write their shards, after which the job fails
 _CHANGED_BY_VALIDATION = ("non_trainable", "metrics")
-
-
-_Packed = tuple[
-    list[Any], dict[str, np.ndarray]
-]  # of a callback: the name of its class with its attributes, and its arrays
+# Of a callback: the name of its class with its attributes, and its arrays.
+_Packed = tuple[list[Any], dict[str, np.ndarray]]
 
 
 @dataclass(frozen=True)
@@ -216,7 +213,7 @@ class _SavePoint:
         data: state of the input.
         validation: state of the validation input, if there is one.
         random: states of the global generators.
-        values: of variables that will have other values when the checkpoint is written.
+        values: values of variables that will have other values when the checkpoint is written.
         callbacks: the state of some callbacks, which may be another one then, by their number.
     """
 
@@ -354,8 +351,10 @@ class FitCheckpoint(StepHook):
         before = self._position
         self._position = before._replace(step=before.step + self._unreported_steps, batch=batch)
         self._unreported_steps = 0
-        is_last = self._preemption.is_now()
-        is_due = self._preemption.is_save_due or self._backup.frequency.is_due(before.step, self._position.step)
+        is_last = self._preemption.end_step()
+        is_due = self._preemption.is_save_due or self._backup.frequency.is_due_by_steps(
+            before.step, self._position.step
+        )
         if is_last or is_due:
             self.save(self._save_point(self._position, is_epoch_over=False))
         if is_last:
@@ -369,7 +368,7 @@ class FitCheckpoint(StepHook):
 
     def is_preempted(self) -> bool:
         """Return whether all processes stop now; called after each step of a validation."""
-        return self._preemption.is_now()
+        return self._preemption.end_step()
 
     def validation_ended(self, is_whole: bool) -> None:
         """End the process after a validation that a preemption cut short; its variables are those of the model again."""
@@ -394,7 +393,7 @@ class FitCheckpoint(StepHook):
             random = resumed.metadata["random"]
             point = _SavePoint(resumed.position, False, resumed.data, resumed.validation, random, values={})
             self.save(point, is_finished=True)
-        if self._preemption.is_at_end():
+        if self._preemption.end_training():
             self._exit()
 
     def close(self) -> None:

@@ -24,7 +24,7 @@ class Checkpoint:
     """The checkpoints of a custom training loop; ``strategy.checkpoint`` makes it. A context manager: its exit waits until all are written.
 
     Args:
-        directory: of the checkpoints; one for each run.
+        directory: directory of the checkpoints; one for each run.
         frequency: when to save.
         keep: number of the newest checkpoints that are kept.
         placement: the devices.
@@ -44,7 +44,7 @@ class Checkpoint:
         self._placement, self._process_group, self._log = placement, process_group, log
         self._store = CheckpointStore(directory, keep, log=log)
         self._frequency, self._step, self._versions = frequency, 0, used_versions()
-        self._preemption = Preemption(process_group, frequency.is_late)
+        self._preemption = Preemption(process_group, frequency.is_due_by_time)
         self._writer = BackgroundWriter(self._store, log=log) if process_group.process == 0 else None
         if self._writer:
             self._store.lock()
@@ -109,8 +109,8 @@ class Checkpoint:
             SystemExit: with code 75, after a preemption.
         """
         before, self._step = self._step, step
-        is_last = self._preemption.is_now()
-        if is_last or self._preemption.is_save_due or self._frequency.is_due(before, step):
+        is_last = self._preemption.end_step()
+        if is_last or self._preemption.is_save_due or self._frequency.is_due_by_steps(before, step):
             self._write(step, state)
         if is_last:
             exit_after_checkpoint(self._preemption, step, self._store.directory, self._writer, self._log)

@@ -54,8 +54,7 @@ class ModelVariables:
 
     def named(self) -> dict[str, keras.Variable]:
         """The variables, in the order of a training step's state."""
-        groups = zip(KINDS, variables_of(self._model), strict=True)
-        return {f"{kind}/{number}": x for kind, group in groups for number, x in enumerate(group)}
+        return named_variables(self._model)
 
     def are_spread(self) -> bool:
         """Return whether there is a variable that no process has as a whole."""
@@ -65,7 +64,7 @@ class ModelVariables:
         """Copy the current values of some kinds of variables, or of all, as the next step reuses their memory.
 
         Args:
-            *kinds: of variables.
+            *kinds: kinds of variables.
             wanted: whether this process needs the copies. All processes call this, as they have shards of sharded variables.
             in_shards: see :func:`copies_of`.
         """
@@ -90,7 +89,7 @@ class ModelVariables:
         Args:
             arrays: the values by name.
             paths: paths of the variables from which the values were read.
-            source: of the values, for messages.
+            source: source of the values, for messages.
 
         Raises:
             CheckpointError: a value is missing, of another shape or of another optimizer, or there are others.
@@ -125,6 +124,12 @@ def variables_of(model: keras.Model) -> list[list[keras.Variable]]:
     return [list(kind) for kind in kinds]
 
 
+def named_variables(model: keras.Model, *kinds: str) -> dict[str, keras.Variable]:
+    """Return the variables of some kinds, or all, by kind and number, such as ``optimizer/3``; in the order of a training step's state."""
+    groups = zip(KINDS, variables_of(model), strict=True)
+    return {f"{kind}/{n}": x for kind, group in groups if not kinds or kind in kinds for n, x in enumerate(group)}
+
+
 @jax.jit
 def _copied_on_devices(values: list[Any]) -> list[Any]:
     return [jnp.copy(value) for value in values]
@@ -150,7 +155,7 @@ def copies_of(values: list[Any], *, wanted: bool = True, in_shards: bool = False
         values: the arrays. Of one that every device has, the first device's is copied; one whose shards are on devices of several
             processes is gathered in the memory of the host.
         wanted: whether this process needs the copies. All processes call this with the same arrays.
-        in_shards: of arrays on several processes each gets its own shards, also if it does not want the others.
+        in_shards: whether each process gets its own shards of arrays on several processes, also if it does not want the others.
 
     Returns:
         The copies; a list of shards for an array that is not gathered; None for what is not wanted.
@@ -235,7 +240,7 @@ def packed_attributes(owner: Any, name: str, arrays: dict[str, np.ndarray], firs
         owner: a callback.
         name: prefix of the names of its arrays.
         arrays: gets copies of its arrays.
-        first: of :func:`first_attributes`; attributes that have not changed since are left out, so that another run may choose them anew.
+        first: result of :func:`first_attributes`; attributes that have not changed since are left out, so that another run may choose them anew.
     """
     found = {}
     for attribute, packed, own_arrays in _values(owner, name):

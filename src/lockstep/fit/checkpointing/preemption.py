@@ -15,11 +15,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from lockstep._errors import PEER_LOST, ClusterError
+from lockstep._errors import PEER_LOST, ClusterError, summary_of
 from lockstep._logging import log_info
 from lockstep.checkpoint.async_writer import BackgroundWriter
 from lockstep.data.fit_entry import ProcessGroup
-from lockstep.distributed.control.failure_detector import summary_of
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 _INTERVAL = 1.0  # seconds from one exchange to the next
@@ -38,7 +37,7 @@ class Preemption:
 
     Args:
         process_group: all processes.
-        is_late: whether it is time for a checkpoint; the first process decides for all.
+        is_save_due: returns whether it is time for a checkpoint; the first process decides for all.
         clock: gives seconds; monotonic.
 
     Attributes:
@@ -50,10 +49,10 @@ class Preemption:
     def __init__(
         self,
         process_group: ProcessGroup,
-        is_late: Callable[[], bool] = lambda: False,
+        is_save_due: Callable[[], bool] = lambda: False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.process_group, self._is_late, self._clock = process_group, is_late, clock
+        self.process_group, self._is_save_due, self._clock = process_group, is_save_due, clock
         self.reason: str | None = None
         self.is_save_due = False
         self._signal_name: str | None = None  # of the signal that this process got
@@ -90,8 +89,8 @@ class Preemption:
                 signal.signal(number, signal.SIG_IGN)
                 _ignored.add(number)
 
-    def is_now(self) -> bool:
-        """Return whether all processes stop now; each calls this after the same steps.
+    def end_step(self) -> bool:
+        """Exchange signals after a step, if it is time to; return whether all processes stop now. Each calls this after the same steps.
 
         Raises:
             ClusterError: another process does not call this.
@@ -107,14 +106,14 @@ class Preemption:
             self._last_exchange, self._last_time, self._next_exchange = self._steps, now, self._steps + steps
         return self.reason is not None
 
-    def is_at_end(self) -> bool:
-        """As :meth:`is_now`, after the last step."""
+    def end_training(self) -> bool:
+        """Exchange signals after the last step, and return whether a process was signalled."""
         self._exchange(0.0)
         return self.reason is not None
 
     def _exchange(self, seconds: float) -> float:
         """Find out whether a process was signalled and whether to save, and return the largest ``seconds`` of all processes."""
-        found = self.process_group.all_gather("whether to stop", [self._signal_name, seconds, self._is_late()])
+        found = self.process_group.all_gather("whether to stop", [self._signal_name, seconds, self._is_save_due()])
         self.is_save_due = found[0][2]
         for process, (signal_name, _, _) in enumerate(found):
             if signal_name and self.reason is None:
@@ -150,7 +149,7 @@ def exit_after_checkpoint(
     Args:
         preemption: has the reason.
         step: the last step.
-        directory: of the checkpoints.
+        directory: directory of the checkpoints.
         writer: writes the checkpoint; None on workers that do not write.
         log: takes the line about it.
 

@@ -159,7 +159,7 @@ class _Collector:
 _URL, _CA, _TOKEN = (f"KUBEFLOW_TRAINER_SERVER_{name}" for name in ("URL", "CA_CERT", "TOKEN"))
 _INTERVAL = 5.0  # seconds between updates, as Kubeflow asks for
 _LIMIT = 5.0  # seconds of an update
-_MAX_WAIT_SECONDS = 2 * _LIMIT  # seconds that the end of fit waits for the last update
+_MAX_WAIT_SECONDS = 2 * _LIMIT  # that the end of fit waits for the last update
 _MAX_METRICS, _MAX_TEXT, _MAX_SECONDS = 256, 64, 2**31 - 1  # limits of the TrainJob's schema
 
 
@@ -268,7 +268,7 @@ class _Updates:
 
     Args:
         server: to send it to.
-        timer: of the call.
+        timer: timer of the call.
         log: takes a line for the user.
 
     Attributes:

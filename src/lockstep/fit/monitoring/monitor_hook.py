@@ -5,6 +5,7 @@ that fails is logged once, and training continues.
 """
 
 import json
+import math
 import os
 import socket
 import threading
@@ -20,12 +21,13 @@ from weakref import WeakKeyDictionary
 
 import keras
 
+from lockstep._errors import summary_of
 from lockstep._files import replace_file
 from lockstep._keras.trainer import steps_done
 from lockstep.checkpoint.format import STATUS
 from lockstep.data.fit_entry import ProcessGroup, callbacks_in
 from lockstep.data.prefetch import WaitMeter
-from lockstep.distributed.control.failure_detector import WorkerStatus, summary_of
+from lockstep.distributed.control.failure_detector import WorkerStatus
 from lockstep.execution.step_loop import StepHook
 from lockstep.fit.checkpointing.backup_and_restore import BackupAndRestore
 from lockstep.fit.hooks import FitContext, single_callback
@@ -41,20 +43,19 @@ from lockstep.fit.monitoring.step_timer import (
 from lockstep.fit.monitoring.tensorboard import TensorBoard
 
 _INTERVAL, _WINDOW = 1.0, 10  # seconds from write to write; and number of samples for shares of the time
-_MAX_WAIT_SECONDS = 5.0  # seconds that the end of fit waits for a write that hangs
+_MAX_WAIT_SECONDS = 5.0  # that the end of fit waits for a write that hangs
 
-Sample = tuple[
-    float, Mapping[int, Mapping[str, float]]
-]  # a time, and by worker the seconds that its activities have taken so far
+# A time, and by worker the seconds that its activities have taken so far.
+Sample = tuple[float, Mapping[int, Mapping[str, float]]]
 
 
 class StatusWriter:
-    """Writes the status of one call of ``fit``.
+    """Writes the status of one call of ``fit``, while this context is open and from :meth:`start` on; at its end, how the call ended.
 
     Args:
         folders: to write to.
-        timer: of the call.
-        meter: of its input.
+        timer: timer of the call.
+        meter: wait meter of its input.
         process_group: all processes.
         devices: number of devices of all processes.
         log: takes a line for the user.
@@ -82,8 +83,10 @@ class StatusWriter:
         self._thread = threading.Thread(target=self._run, name="lockstep-status", daemon=True)
         self._thread.start()
 
-    def end(self, error: BaseException | None) -> None:
-        """Write that training has ended, or which exception ended it."""
+    def __enter__(self) -> "StatusWriter":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
         if self._thread is None:  # Training has never begun, and the folder may belong to another job.
             return
         self._has_ended.set()
@@ -113,7 +116,7 @@ class StatusWriter:
     def _status(self, state: str, reason: str | None) -> dict[str, Any]:
         progress, recent = self._timer.progress, numbers_of(self._timer.recent, self._devices)
         rows_per_second, seconds_per_step = recent["throughput/samples_per_sec"], recent["time/step"]
-        is_measured = seconds_per_step == seconds_per_step  # else NaN
+        is_measured = not math.isnan(seconds_per_step)
         return {
             "version": 1,
             "state": state,
@@ -270,7 +273,7 @@ def _monitored(
     first = [callback for callback in monitors if isinstance(callback, ThroughputMonitor)]
     others = [callback for callback in callbacks_in(context.arguments) if callback not in first]
     context.arguments["callbacks"] = [_TimerCallback(timer, status, context, count_from), *first, *others]
-    with functions.hooked(timer), _ended(status), ExitStack() as stack:
+    with functions.hooked(timer), status, ExitStack() as stack:
 
         def add_step_hook(hook: StepHook) -> None:
             stack.enter_context(functions.hooked(hook))
@@ -284,16 +287,6 @@ def _monitored(
             stack.callback(monitor.detach)
             monitor.attach(attachment, context.arguments)
         yield
-
-
-@contextmanager
-def _ended(status: StatusWriter) -> Iterator[None]:
-    try:
-        yield
-    except BaseException as error:
-        status.end(error)
-        raise
-    status.end(None)
 
 
 class _TimerCallback(keras.callbacks.Callback):

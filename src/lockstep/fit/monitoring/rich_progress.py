@@ -72,7 +72,7 @@ class _Display(StepHook):
     """The line of the running epoch, which a thread draws, and the lines of the epochs before.
 
     Args:
-        timer: of the call of ``fit``.
+        timer: timer of the call of ``fit``.
         console: to write to.
     """
 

@@ -73,7 +73,7 @@ def flops_of_step(model: keras.Model, state: Any, batch: Any) -> float | None:
 
     Args:
         model: a compiled model.
-        state: of its training, or the shapes of one.
+        state: state of its training, or the shapes of one.
         batch: as placed on the devices, or its shapes.
     """
     device = _counting_device()
@@ -171,10 +171,10 @@ class StepTimer(StepHook):
         compiled: for shapes of a batch the number of steps that were made with them; of an earlier call with the same programs.
 
     Attributes:
-        progress: of the call.
+        progress: progress of the call.
         has_begun: whether an epoch has begun.
         phase: what the training thread does, and since when.
-        logs: of the newest step, on the devices.
+        logs: logs of the newest step, on the devices.
     """
 
     def __init__(
@@ -296,8 +296,8 @@ class Attachment:
     """What a monitoring callback may use during a call of ``fit``.
 
     Args:
-        timer: of the call.
-        devices: of all processes.
+        timer: timer of the call.
+        devices: devices of all processes.
         flop_counter: counts the operations of a step.
         is_resumed: returns whether training resumes an earlier run, once the first epoch begins.
         is_chief: whether this process prints and writes.

@@ -20,10 +20,9 @@ import jax
 import keras
 import numpy as np
 
-from lockstep._errors import OptionError, file_path, flag, shown, whole_number
+from lockstep._errors import OptionError, file_path, flag, shown, summary_of, whole_number
 from lockstep._files import open_own, open_to_read
 from lockstep._keras import trainer
-from lockstep.distributed.control.failure_detector import summary_of
 from lockstep.execution.step_loop import StepHook
 from lockstep.fit.monitoring.step_timer import NAMES, Attachment, MonitorCallback, StepTimer
 
@@ -34,9 +33,8 @@ _SCALARS, _TENSORS, _BLOBS = 1, 2, 3  # classes of data
 _MASK = 0xA282EAD8
 
 Value = tuple[str, bytes]  # a tag, and a Summary.Value in bytes
-_numbers = (
-    count()
-)  # two files of a process never have the same name, and their names have their order, in which TensorBoard reads them
+# No two files of a process have the same name, and their names have their order, in which TensorBoard reads them.
+_numbers = count()
 
 
 def _table() -> list[int]:
@@ -86,7 +84,7 @@ class EventFile:
     """A file of events. A write has reached the operating system when it returns, so that other processes can read it, also after a kill.
 
     Args:
-        folder: of the file; it is made if necessary.
+        folder: folder of the file; it is made if necessary.
         known: by tag the last step that is written already, up to which nothing is written again.
         clock: gives the seconds since 1970.
 
@@ -417,7 +415,7 @@ class StepProfiler(StepHook):
     Args:
         first: number of the first step, counted from 1 in a call of ``fit``.
         last: number of the last step.
-        folder: of the run.
+        folder: folder of the run.
         log: takes a line for the user.
     """
 

@@ -62,8 +62,8 @@ class NonFiniteValue:
         kind: "NaN", "Inf" or "NaN and Inf".
         side: "outputs" or "inputs" of that layer.
         is_first: whether the inputs of the layer are finite.
-        replica: of the value; None if the model runs on the global batch.
-        rows: of the global batch, if known.
+        replica: number of the replica that has the value; None if the model runs on the global batch.
+        rows: number of rows of the global batch, if known.
     """
 
     path: str
@@ -81,7 +81,7 @@ class LayerTrace:
     Attributes:
         forward: non-finite outputs of layers.
         backward: non-finite gradients at outputs and inputs of layers.
-        gradients: of each replica the positions of trainable variables whose gradient is not finite.
+        gradients: for each replica the positions of trainable variables whose gradient is not finite.
         losses: replicas whose own loss is not finite.
         loss: kind of the loss of the whole batch, if it is not finite.
         order: layers in the order of their first return.
@@ -224,7 +224,7 @@ class Diagnosis:
         replicas: with non-finite numbers; empty if unknown.
         layer: path of the first layer with non-finite outputs, if any.
         variable: path of the variable whose gradient was non-finite first, if the forward pass was finite.
-        rows: of the batch, if known.
+        rows: number of rows of the batch, if known.
     """
 
     sentence: str
@@ -238,7 +238,7 @@ def describe_nonfinite(model: keras.Model, bad: Sequence[tuple[int, int] | str])
     """Describe what is not finite after a step.
 
     Args:
-        model: of the step.
+        model: model of the step.
         bad: names of losses, and variables as part of the state and position in it.
     """
     kinds = model.trainable_variables, model.non_trainable_variables, model.optimizer.variables
@@ -255,7 +255,7 @@ def diagnose(functions: StepFunctions, state: Any, batch: Any) -> Diagnosis:
     """Run a non-finite step again and find its cause; every process calls it.
 
     Args:
-        functions: of the model.
+        functions: step functions of the model.
         state: before the step.
         batch: as placed on the devices.
     """
@@ -445,7 +445,7 @@ def rerun(functions: StepFunctions, state: Any, batch: Any) -> LayerTrace:
     """Run a training step and return its trace; the model, its variables and random states are unchanged.
 
     Args:
-        functions: of the model.
+        functions: step functions of the model.
         state: before the step, on the devices.
         batch: on the first device, as :func:`whole_batch` gives it.
     """

@@ -172,7 +172,7 @@ class StepGuard(StepHook):
 
     Args:
         guard: has the options, and counts skipped steps and rollbacks.
-        functions: of the model.
+        functions: step functions of the model.
         rollback: gives the newest checkpoint, on every process.
         log: takes a line for the user.
         epoch: the running epoch.

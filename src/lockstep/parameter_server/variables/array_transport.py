@@ -56,7 +56,7 @@ class ArrayConnection:
         clock: gives seconds, and is not set back.
 
     Attributes:
-        address: of the other end.
+        address: address of the other end.
         sent: bytes that were sent.
         received: bytes that were received.
     """

@@ -17,6 +17,7 @@ import numpy as np
 
 from lockstep._arrays import ArraySpec
 from lockstep._errors import OptionError
+from lockstep._keras import trainer
 from lockstep._keras.patches import OPTIMIZER_SLOTS, install
 from lockstep.parameter_server.variables.sharding import Shard, ShardingPlan
 from lockstep.parameter_server.variables.variable_store import NO_RULES, OPTIMIZER, UpdateRules, make_variable
@@ -29,9 +30,9 @@ def check_optimizer(optimizer: keras.optimizers.Optimizer, plan: ShardingPlan, r
     """Refuse an optimizer whose update of one element depends on elements that another server holds.
 
     Args:
-        optimizer: of the model.
+        optimizer: optimizer of the model.
         plan: assignment of its variables to servers.
-        rules: of its variables.
+        rules: rules of its variables.
 
     Raises:
         OptionError: the optimizer has such an update.
@@ -73,7 +74,7 @@ class _Slot:
 
     Args:
         number: among all variables of the optimizer.
-        spec: of it.
+        spec: description of the variable.
         owner: number of the variable that it belongs to, among those for which the optimizer is built; None: it belongs to none.
     """
 
@@ -103,7 +104,7 @@ class OptimizerState:
     It is made once, before training, and allocates no memory for values.
 
     Args:
-        optimizer: of the model, built for the variables of the plan in their order.
+        optimizer: optimizer of the model, built for the variables of the plan in their order.
         plan: assignment of these variables to servers.
 
     Raises:
@@ -141,7 +142,7 @@ class OptimizerState:
         """Return for each server what :meth:`lockstep.parameter_server.variables.variable_store.VariableStore.fill` takes besides values.
 
         Args:
-            values: of ``optimizer.variables``, in their order.
+            values: values of ``optimizer.variables``, in their order.
         """
         parts: list[dict[str, np.ndarray]] = [{} for _ in self._servers]
         for given, location in zip(values, self._locations, strict=True):
@@ -222,7 +223,8 @@ def _slots_of(optimizer: keras.optimizers.Optimizer, specs: Sequence[ArraySpec])
             variables.append(make_variable(spec, kind=_Reference))
             variables[-1].mark = f"<{number}>"
         marked = [
-            (each, "add_variable_from_reference", _marked_add_variable(each)) for each in _nested_optimizers(another)
+            (each, "add_variable_from_reference", _marked_add_variable(each))
+            for each in trainer.nested_optimizers(another)
         ]
         install(OPTIMIZER_SLOTS, marked)
         another.build(variables)
@@ -234,13 +236,6 @@ def _slots_of(optimizer: keras.optimizers.Optimizer, specs: Sequence[ArraySpec])
 
     jax.eval_shape(build)
     return found
-
-
-def _nested_optimizers(optimizer: keras.optimizers.Optimizer) -> list[keras.optimizers.Optimizer]:
-    """Return an optimizer and those inside it."""
-    if isinstance(optimizer, keras.optimizers.MultiOptimizer):
-        return [optimizer, *optimizer.optimizers]
-    return [optimizer]
 
 
 def _marked_add_variable(optimizer: keras.optimizers.Optimizer) -> Callable[..., keras.Variable]:

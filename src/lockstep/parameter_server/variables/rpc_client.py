@@ -1,4 +1,4 @@
-"""Messages between workers and servers, and the client that sends requests and repeats lost ones.
+"""Messages between workers and servers, and the client that sends requests. Only connecting is repeated.
 
 The gradient of a whole variable travels as ``gradient/NAME``, one of some rows as ``indices/NAME`` and ``rows/NAME``; values as
 ``value/NAME``, or as ``rows/NAME`` if ``indices/NAME`` were requested.
@@ -188,7 +188,7 @@ class RpcClient:
     """Sends requests to one server. After the first failure of the connection, every request fails with the same error.
 
     Args:
-        name: of the server, with its address, for errors.
+        name: name of the server, with its address, for errors.
         link: to the server, after the handshake.
         timeout_seconds: limit of each wait.
     """
@@ -213,7 +213,7 @@ class RpcClient:
 
         Args:
             message: the request.
-            arrays: of the request.
+            arrays: arrays of the request.
             check: raises ProtocolError if a response is not what was requested.
         """
         if not self._thread.is_alive():
@@ -298,10 +298,10 @@ def connect(
     """Connect to a server, which may not have started yet.
 
     Args:
-        name: of the server, such as ``"ps 0"``.
+        name: name of the server, such as ``"ps 0"``.
         address: its ``host:port``.
         me: this worker.
-        secret: of the job.
+        secret: secret of the job.
         timeout_seconds: limit of this wait, and of each later one.
         log: takes a line while this waits.
 

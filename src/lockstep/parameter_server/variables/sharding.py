@@ -65,7 +65,7 @@ class ShardingPlan:
 
     Args:
         variables: in the order in which they were made.
-        shards: of each variable by name, in the order of their rows.
+        shards: shards of each variable by name, in the order of their rows.
         servers: number of servers.
     """
 
@@ -182,8 +182,8 @@ class Partitioner(abc.ABC):
         """Return the number of shards along each axis: 1, except along ``axis``.
 
         Args:
-            shape: of the variable, with at least one axis.
-            dtype: of the variable, by name.
+            shape: shape of the variable, with at least one axis.
+            dtype: dtype of the variable, by name.
             axis: to cut along.
 
         Returns:

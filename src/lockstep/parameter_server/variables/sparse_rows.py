@@ -63,9 +63,9 @@ def mean_gradient(value: jax.Array, weights: Sequence[jax.Array], gradients: Seq
     """Return the weighted mean of the gradients of one variable, added in their order; traced.
 
     Args:
-        value: of the variable.
-        weights: of the gradients.
-        gradients: of the variable.
+        value: value of the variable.
+        weights: weights of the gradients.
+        gradients: gradients of the variable.
     """
     first, *others = [_to_dense(value, gradient) for gradient in gradients]
     if not others:
@@ -124,7 +124,7 @@ class EmbeddingRows:
         """Return by path the rows, rising, int32, of each table whose rows can be known before the step.
 
         Args:
-            x: of the batch.
+            x: inputs of the batch.
         """
         unknown = self.unknown_tables(x)
         if len(unknown) == len(self._tables):
@@ -140,7 +140,7 @@ class EmbeddingRows:
         """Return by path the reason why the rows of a table cannot be known before a step.
 
         Args:
-            x: of the batch, or of one with the same shapes and dtypes.
+            x: inputs of the batch, or of one with the same shapes and dtypes.
         """
         leaves, structure = jax.tree.flatten(x)
         signature = (structure, tuple((np.shape(leaf), jnp.result_type(leaf)) for leaf in leaves))
@@ -248,8 +248,8 @@ class TouchedRows:
         """Test whether the step needs only the looked-up rows of tables that were pulled whole until now.
 
         Args:
-            values: of all trainable variables, by path, as :meth:`full_tables` gives them.
-            x: of the batch.
+            values: values of all trainable variables, by path, as :meth:`full_tables` gives them.
+            x: inputs of the batch.
             compute: returns all results of the step for such values of variables; deterministic.
         """
         for name, reason in self._embedding_rows.unknown_tables(x).items():
@@ -271,7 +271,7 @@ class TouchedRows:
         """Return by path the rows that a batch needs, rising, int32; a variable that is not in it is needed whole.
 
         Args:
-            x: of the batch.
+            x: inputs of the batch.
         """
         rows = self._embedding_rows.rows(x) if self._sparse else {}
         return {name: each for name, each in rows.items() if name in self._sparse and self._is_worthwhile(name, each)}
@@ -307,8 +307,8 @@ class _SparseTable:
     """Memory of a whole table that holds the rows of one batch, and NaN in all other rows.
 
     Args:
-        shape: of the table.
-        dtype: of the table.
+        shape: shape of the table.
+        dtype: dtype of the table.
     """
 
     def __init__(self, shape: Sequence[int], dtype: np.dtype[Any]) -> None:
@@ -334,7 +334,7 @@ def sparsify(gradients: Mapping[str, np.ndarray]) -> dict[str, Gradient]:
     """Return gradients as they are pushed: of large variables only the rows that are not zero, if these are at most half of them.
 
     Args:
-        gradients: of whole variables, by name.
+        gradients: gradients of whole variables, by name.
 
     Example:
         >>> table = np.zeros((5000, 1), "float32")

@@ -41,11 +41,11 @@ class BatchPart:
     parts: int
 
 
-class PendingPush:
-    """Push that was sent to all servers.
+class PendingResponses:
+    """The responses to requests that were sent to all servers.
 
     Args:
-        responses: of all servers.
+        responses: responses of all servers.
     """
 
     def __init__(self, responses: "Sequence[Future[Response]]") -> None:
@@ -60,9 +60,13 @@ class PendingPush:
         """Return the responses of all servers.
 
         Raises:
-            ClusterError: a server did not accept the push; the message names it.
+            ClusterError: a server did not accept its request; the message names it.
         """
-        return [response.result()[0] for response in self._responses]
+        return [message for message, _ in self.results()]
+
+    def results(self) -> list[Response]:
+        """Return the responses of all servers with their arrays; errors are those of :meth:`wait`."""
+        return [response.result() for response in self._responses]
 
 
 class VariableClient:
@@ -72,7 +76,7 @@ class VariableClient:
         plan: assignment of all variables to servers.
         addresses: ``host:port`` of each server.
         me: this process.
-        secret: of the job.
+        secret: secret of the job.
         timeout_seconds: limit of each wait.
         log: takes a line while this waits for a server to start.
 
@@ -121,7 +125,7 @@ class VariableClient:
         """Set all values; only the chief may.
 
         Args:
-            values: of all variables, by name.
+            values: values of all variables, by name.
             optimizers: for each server the state of its optimizer; none: the initial state.
             version: number of updates that made this state.
             task: the pushes of all tasks with smaller numbers are in it.
@@ -131,7 +135,7 @@ class VariableClient:
             parts = [part | dict(known) for part, known in zip(parts, optimizers, strict=True)]
         message = {"kind": "fill", "version": version, "task": task}
         arrays = [{VALUE + name: array for name, array in part.items()} for part in parts]
-        PendingPush(self._send_all([message] * len(parts), arrays, [check_no_arrays] * len(parts))).wait()
+        self._send_all([message] * len(parts), arrays).wait()
 
     def pull(
         self,
@@ -160,7 +164,7 @@ class VariableClient:
         message |= {} if part is None else {"at_least": part.round, "round": part.round}
         requested = [_encode_row_request(self._plan.shards_at(n), rows) for n in range(self._plan.servers)]
         checks = [pull_response_check(one, self._plan.specs_at(number)) for number, one in enumerate(requested)]
-        replies = [response.result() for response in self._send_all([message] * len(requested), requested, checks)]
+        replies = self._send_all([message] * len(requested), requested, checks).results()
         self.versions = [int(reply["version"]) for reply, _ in replies]
         parts = [strip_prefixes(arrays) for _, arrays in replies]
         return {name: _join_shards(shards, parts, rows.get(name)) for name, shards in self._plan.shards.items()}
@@ -173,12 +177,12 @@ class VariableClient:
         part: BatchPart | None = None,
         task: int | None = None,
         below: int = 0,
-    ) -> PendingPush:
+    ) -> PendingResponses:
         """Send a gradient to the servers, which apply it at once; does not wait for that.
 
         Args:
-            gradients: of all variables, by name; the arrays must not change until the push is done.
-            weight: of this part among those of its update.
+            gradients: gradients of all variables, by name; the arrays must not change until the push is done.
+            weight: weight of this part among those of its update.
             part: part of a synchronous update; None: the gradient is an update by itself.
             task: number of the task. A server applies the gradient of a task once, even if two workers push it.
             below: all tasks with smaller numbers are done, so servers need not remember them.
@@ -195,7 +199,7 @@ class VariableClient:
         about = {} if part is None else {"round": part.round, "part": part.part, "parts": part.parts}
         about |= {} if task is None else {"task": task, "below": below}
         messages = [{"kind": "push", "weight": weight, "pulled": version, **about} for version in self.versions]
-        return PendingPush(self._send_all(messages, arrays, [check_no_arrays] * len(arrays)))
+        return self._send_all(messages, arrays)
 
     def pause(self) -> None:
         """Tell the servers that this worker has no task until it pulls again, so that the staleness bound ignores it."""
@@ -204,8 +208,7 @@ class VariableClient:
     def state(self) -> list[tuple[int, dict[str, np.ndarray]]]:
         """Return for each server the number of its updates, and all arrays of its variables and optimizer."""
         count = self._plan.servers
-        responses = self._send_all([{"kind": "state"}] * count, [{}] * count, [check_only_values] * count)
-        replies = [response.result() for response in responses]
+        replies = self._send_all([{"kind": "state"}] * count, [{}] * count, [check_only_values] * count).results()
         return [(int(reply["version"]), strip_prefixes(arrays)) for reply, arrays in replies]
 
     def statistics(self) -> list[Message]:
@@ -218,14 +221,18 @@ class VariableClient:
             rpc_client.close()
 
     def _request_all(self, kind: str) -> list[Message]:
-        count = self._plan.servers
-        return PendingPush(self._send_all([{"kind": kind}] * count, [{}] * count, [check_no_arrays] * count)).wait()
+        return self._send_all([{"kind": kind}] * self._plan.servers, [{}] * self._plan.servers).wait()
 
     def _send_all(
-        self, messages: Iterable[Message], arrays: Iterable[Mapping[str, np.ndarray]], checks: Iterable[CheckRequest]
-    ) -> "list[Future[Response]]":
+        self,
+        messages: Iterable[Message],
+        arrays: Iterable[Mapping[str, np.ndarray]],
+        checks: Iterable[CheckRequest] | None = None,
+    ) -> PendingResponses:
+        """Send a request to each server; ``checks`` are those of the responses, by default that no arrays follow."""
+        checks = checks or [check_no_arrays] * self._plan.servers
         requests = zip(self._rpc_clients, messages, arrays, checks, strict=True)
-        return [rpc_client.call(message, each, check) for rpc_client, message, each, check in requests]
+        return PendingResponses([client.call(message, each, check) for client, message, each, check in requests])
 
 
 def _encode_row_request(shards: Iterable[Shard], rows: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:

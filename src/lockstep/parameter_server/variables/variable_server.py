@@ -226,7 +226,7 @@ class SyncAggregator:
         """Add one part.
 
         Args:
-            number: of the update; a part of an update that was already applied is ignored.
+            number: number of the update; a part of an update that was already applied is ignored.
             part: number of the part in its global batch, from 0.
             parts: number of parts.
             push: its gradients and weight.
@@ -411,11 +411,11 @@ def serve(
     """Start a variable server.
 
     Args:
-        number: of the server.
+        number: number of the server.
         plan: assignment of all variables to servers.
-        optimizer: of the model; the server gets a copy of it.
+        optimizer: optimizer of the model; the server gets a copy of it.
         listener: a listening socket; the server closes it.
-        rules: of the model's variables.
+        rules: rules of the model's variables.
         max_staleness: see :class:`lockstep.parameter_server.variables.variable_store.StalenessBound`.
         refuse_nonfinite: whether a gradient that is not finite is refused.
         identity: what clients must have in common with the server besides the plan.

@@ -54,8 +54,8 @@ class Push:
     """Contribution of one worker to an update.
 
     Args:
-        gradients: of each variable, by name.
-        weight: of this push among those that make one update together, such as its number of rows.
+        gradients: gradients of each variable, by name.
+        weight: weight of this push among those that make one update together, such as its number of rows.
     """
 
     gradients: Mapping[str, Gradient]
@@ -84,7 +84,7 @@ class VariableStore:
     Args:
         specs: the variables.
         optimizer: not built yet; it is built for ``specs``, and runs on the first CPU device, compiled.
-        rules: of the variables.
+        rules: rules of the variables.
 
     Raises:
         OptionError: the optimizer is already built for other variables.
@@ -218,8 +218,8 @@ def make_variable(
     """Return a variable to build an optimizer for, with the path and name that it has in its model: some optimizers select by them.
 
     Args:
-        spec: of the variable, or of a shard.
-        value: of the variable, or its initializer.
+        spec: description of the variable, or of a shard.
+        value: value of the variable, or its initializer.
         kind: class of the variable.
     """
     *scopes, name = variable_name(spec).split("/")

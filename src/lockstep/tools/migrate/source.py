@@ -30,8 +30,8 @@ class SourceText:
     """The source text of a program.
 
     Args:
-        text: of the whole file.
-        path: of the file, for messages.
+        text: text of the whole file.
+        path: path of the file, for messages.
         for_workers: whether several workers run it: another file of the program creates their strategy.
     """
 
@@ -188,7 +188,7 @@ class DottedName:
     """A maximal dotted name in a program.
 
     Args:
-        node: of the name.
+        node: syntax tree of the name.
         name: full name that it refers to, such as ``tensorflow.keras.Model`` for ``tf.keras.Model``.
         root: its first word.
     """

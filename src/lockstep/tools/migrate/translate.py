@@ -51,7 +51,7 @@ class TodoComment:
     """A comment about something that is not translated.
 
     Args:
-        line: of the statement, from 1.
+        line: line of the statement, from 1.
         sentence: what it is, and what to write.
     """
 
@@ -219,8 +219,8 @@ def translate(text: str, path: str = "script.py", *, for_workers: bool = False) 
     r"""Translate a program for ``tf.distribute`` and ``tf.keras`` into one for Lockstep and Keras 3.
 
     Args:
-        text: of the program.
-        path: of its file, for messages.
+        text: text of the program.
+        path: path of its file, for messages.
         for_workers: whether several workers run it, even if this file does not create their strategy.
 
     Raises:
@@ -263,7 +263,7 @@ class Migration:
 
     Args:
         path: as the user gave it.
-        translation: of the text.
+        translation: translation of the text.
         is_written: whether the new text was written to the file.
     """
 
@@ -293,7 +293,7 @@ def migrate(paths: Sequence[str], *, write: bool = False) -> list[Migration]:
     """Translate the files of a program.
 
     Args:
-        paths: of Python files.
+        paths: paths of Python files.
         write: whether to replace the files. Each is replaced atomically, and only if all can be translated.
 
     Raises:
@@ -341,7 +341,7 @@ def run_migrate(paths: Sequence[str], *, write: bool, check: bool) -> int:
     """Translate the files of a program, and print the differences and the remaining work.
 
     Args:
-        paths: of the files.
+        paths: paths of the files.
         write: whether to write the new text to the files.
         check: whether to run the new program up to its first ``fit`` and examine it with the doctor.
 

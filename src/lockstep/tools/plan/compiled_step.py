@@ -49,8 +49,8 @@ class PlannedStrategy:
     """A strategy that is planned.
 
     Attributes:
-        shard: its argument.
-        recompute: likewise.
+        shard: argument of the strategy.
+        recompute: argument of the strategy.
         has_mesh: whether it is a ``ModelParallelStrategy``.
     """
 
@@ -69,7 +69,6 @@ STRATEGIES = {
     "model-recompute": PlannedStrategy("variables", "blocks", has_mesh=True),
 }
 MODEL_AXIS = 4  # most devices of a mesh's second axis, unless its size is given
-BATCH_SIZE = 32  # of Keras, if fit gets none
 MAX_COMPILED = 6  # steps in a search for the largest batch
 CLOSE_ENOUGH = 1.1  # ratio of the smallest batch that does not fit, or of all memory, to the largest batch that fits
 TARGET_SHARE = 0.96  # share of the memory that a try is to need
@@ -93,7 +92,7 @@ class TrainingCall:
         model: compiled.
         first: the first batch, as ``train_step`` gets it.
         batch: rows of a batch of the call.
-        rows: of the training data; None if unknown.
+        rows: number of rows of the training data; None if unknown.
         has_own_batches: whether the input has batches already.
     """
 
@@ -116,7 +115,9 @@ class TrainingCall:
         if not own:
             whole = len(jax.tree.leaves(data[0])[0])
             rows = int(whole * (1 - (given.get("validation_split") or 0.0)))
-        batch = count_rows(first) if own else min(size or BATCH_SIZE, rows or BATCH_SIZE)
+        batch = (
+            count_rows(first) if own else min(size or trainer.DEFAULT_BATCH_SIZE, rows or trainer.DEFAULT_BATCH_SIZE)
+        )
         return cls(model, first, batch, rows, own)
 
     @property
@@ -130,13 +131,13 @@ class Memory:
     """Bytes of a step on one device.
 
     Args:
-        weights: of the model.
+        weights: size of the model's weights.
         optimizer: its variables.
         batch: the input.
         gradients: all of them, if the program held them at once; they are among the temporaries.
         temporaries: gradients, activations, and what the program needs to compute.
         results: those that reuse no memory of an argument.
-        code: of the program.
+        code: size of the compiled program.
     """
 
     weights: int
@@ -158,7 +159,7 @@ class CompiledStep:
     """A training step for one batch size on one target.
 
     Args:
-        rows: of the global batch.
+        rows: number of rows of the global batch.
         memory: on one device; None if the program does not fit or could not be compiled.
         needed: bytes on one device, also where the compiler has refused a program that does not fit; None if unknown.
         collectives: for each kind its name, number, bytes of the results on a device, and the number of devices that exchange with each
@@ -189,11 +190,11 @@ class Survey:
 
     Args:
         batch: rows of a batch of the call.
-        rows: of the training data; None if unknown.
+        rows: number of rows of the training data; None if unknown.
         has_own_batches: whether the input has batches already.
         dtype: in which the model computes.
         flops_per_row: floating-point operations of a training step; None if XLA cannot count them.
-        state_bytes: of weights and optimizer, which every process that compiles has in memory.
+        state_bytes: size of weights and optimizer, which every process that compiles has in memory.
     """
 
     batch: int
@@ -242,7 +243,7 @@ class StepCompiler:
         call: the call of ``fit``.
         target: the devices.
         strategy: a name in ``STRATEGIES``, or such as "model:8".
-        devices: of the target; None: those that it describes.
+        devices: devices of the target; None: those that it describes.
 
     Raises:
         OptionError: see :meth:`Target.devices`.
@@ -396,7 +397,7 @@ def describe_failure(error: Exception, step: Jaxpr | None = None) -> str:
     """Describe an exception in one line, with the line of the user's program that it is about.
 
     Args:
-        error: of tracing or compiling.
+        error: error of tracing or compiling.
         step: the traced step, in which an operation that the exception names is looked up; None: it was not traced.
     """
     text = str(error) if isinstance(error, LockstepError) else f"{type(error).__name__}: {cause_of(error)[:300]}"
@@ -495,8 +496,8 @@ class Estimate:
     Args:
         operations: floating-point operations of the device that has most rows.
         arithmetic: at the peak of a device.
-        traffic: of the memory of a device.
-        communication: of all collectives.
+        traffic: seconds for the traffic of a device's memory.
+        communication: seconds for all collectives.
     """
 
     operations: float
@@ -555,7 +556,7 @@ def _seconds(name: str, number: int, size: int, devices: int, network: Network) 
 
     Args:
         name: such as "all-reduce".
-        number: of collectives.
+        number: number of collectives.
         size: bytes of their results on a device.
         devices: number of devices.
         network: their links.

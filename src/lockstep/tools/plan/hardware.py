@@ -50,7 +50,7 @@ class Accelerator:
         link: bytes a second that a device sends to its neighbour there, in a ring.
         latency: seconds of a message there.
         peak: floating-point operations a second, by dtype.
-        axes: of a slice of TPUs.
+        axes: axes of a slice of TPUs.
         compiler: what XLA asks a device for.
 
     Example:
@@ -87,8 +87,8 @@ class Target:
     """Devices to plan for.
 
     Args:
-        accelerator: of all devices.
-        axes: of a TPU slice, such as (2, 4); otherwise the number of devices.
+        accelerator: accelerator of all devices.
+        axes: axes of a TPU slice, such as (2, 4); otherwise the number of devices.
 
     Example:
         >>> from lockstep.tools.plan.hardware import parse_target

@@ -34,7 +34,7 @@ class Collective:
 
     Args:
         name: such as "all-reduce".
-        bytes: of its result on a device.
+        bytes: size of its result on a device.
         devices: number of devices that exchange with each other; None: all, or unknown.
     """
 
@@ -131,8 +131,8 @@ def _updates(bodies: Mapping[str, Sequence[str]], name: str, line: str) -> list[
 
     Args:
         bodies: lines of each computation by its name.
-        name: of the computation with the instruction.
-        line: of the instruction.
+        name: name of the computation with the instruction.
+        line: line of the instruction.
     """
     match = _RESULT.match(line)
     if match is None or match[2] not in _MAY_UPDATE:

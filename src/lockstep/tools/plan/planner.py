@@ -1,4 +1,4 @@
-"""Entry points of plans: ``lockstep plan`` for a script, ``lockstep.plan`` for a model."""
+"""Entry points of plans: ``lockstep plan`` for a script, ``lockstep.plan`` for a model; ``compiled_step`` finds memory and time."""
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +20,7 @@ from lockstep._errors import (
     whole_number,
 )
 from lockstep._errors import seconds as seconds_of_wait
+from lockstep._keras.trainer import DEFAULT_BATCH_SIZE
 from lockstep.cluster_resolver import RESOLVERS
 from lockstep.collectives.cost_model import NetworkLink
 from lockstep.devices.cpu_devices import host_memory, usable_cores
@@ -69,7 +70,7 @@ class PlanOptions:
         targets: the devices.
         strategies: names in ``STRATEGIES``.
         batches: global batch sizes; () for that of the script.
-        prices: of an hour, by the name of a target.
+        prices: prices of an hour, by the name of a target.
         between: the link between two machines of GPUs.
         is_search: whether to search the largest batch that fits.
         limit: seconds for each target and strategy.
@@ -159,15 +160,15 @@ class PlanRow:
         strategy: a name in ``STRATEGIES``.
         batch: rows of the global batch.
         fits: whether a step fits, that of the last batch of an epoch, too; None: it could not be compiled.
-        step: of a whole batch; None if it was not compiled.
-        last: of the last batch of an epoch; None if that has as many rows.
+        step: the compiled step of a whole batch; None if it was not compiled.
+        last: that of the last batch of an epoch; None if it has as many rows.
         links: what collectives go over; "" if that is unknown.
         usable: bytes of a device that programs get; None if unknown.
         activations: bytes of a device, of the part of the temporaries that grows with the rows; None if unknown.
-        certainty: of the memory: "exact", or "lower bound".
-        estimate: of the time of a step; None if it is unknown.
+        certainty: how certain the memory is: "exact", or "lower bound".
+        estimate: estimate of the time of a step; None if it is unknown.
         largest: the largest batch that fits, and the smallest that does not, or None; None: it was not searched.
-        price: of a million rows; None without a price of the target.
+        price: price of a million rows; None without a price of the target.
         ratio: measured time and memory over predicted, on such a device; None: none was measured.
         reason: why it does not fit, or could not be compiled; "" if it fits.
     """
@@ -226,8 +227,8 @@ class Plan(SavedReport):
     """The result of ``lockstep.plan`` and ``lockstep plan``; ``print`` shows it.
 
     Args:
-        title: of what is planned.
-        survey: of the call of ``fit``.
+        title: title of what is planned.
+        survey: survey of the call of ``fit``.
         rows: one for each target, strategy and batch.
         recommendation: sentences.
         notes: sentences about the model, and what could not be known.
@@ -278,7 +279,7 @@ def plan(
     data: Any,
     *,
     hardware: Sequence[str] | str,
-    batch: Sequence[int] | int = 32,
+    batch: Sequence[int] | int = DEFAULT_BATCH_SIZE,
     strategy: Sequence[str] | str = "auto",
     prices: Mapping[str, float] | None = None,
     bandwidth: float | str = "100GbE",
@@ -299,7 +300,7 @@ def plan(
         strategy: some of "replicated", "optimizer" (``shard="optimizer"``), "variables" (``shard="variables"``) and "recompute" (the same
             with ``recompute="blocks"``), "model" (``ModelParallelStrategy``; "model:8" with a second axis of 8) and "model-recompute"
             (the same with both arguments), or "auto" for all.
-        prices: of an hour, by target, in any currency.
+        prices: prices of an hour, by target, in any currency.
         bandwidth: between machines of GPUs: GB/s, or "10GbE", "100GbE", "infiniband", "nvlink", "pcie".
         hardware_file: a file of TOML with further accelerators; see ``docs/plan.md``.
         search: whether to search the largest batch that fits, which compiles some more steps.
@@ -349,8 +350,8 @@ def plan_script(
     """Plan the first ``fit`` of a script; see :func:`plan`.
 
     Args:
-        path: of the script.
-        arguments: of the script.
+        path: path of the script.
+        arguments: arguments of the script.
         options: what is planned.
         environment: variables of this process; those that name a cluster are left out, as the script runs alone.
         report: called with each result, how many there are, and how many there will be.
@@ -377,8 +378,8 @@ def check_script(
     """Predict and measure steps of a script on the devices of this machine, and keep the ratios.
 
     Args:
-        path: of the script.
-        arguments: of the script.
+        path: path of the script.
+        arguments: arguments of the script.
         options: what is measured; targets are not needed.
         environment: variables of this process.
 

@@ -52,7 +52,7 @@ class Check:
     Args:
         accelerator: its key.
         devices: their number.
-        title: of what was trained.
+        title: title of what was trained.
         strategy: a name in ``STRATEGIES``.
         batch: rows of the global batch.
         dtype: in which the model computes.
@@ -61,7 +61,7 @@ class Check:
         predicted_memory: bytes on a device.
         measured_memory: the most bytes that a device has held; None if the platform does not report it, or if an earlier step of the
             process needed more.
-        date: of the measurement.
+        date: date of the measurement.
     """
 
     accelerator: str
@@ -85,7 +85,7 @@ class Ratio:
         time: None if no time was predicted.
         memory: None if no memory was measured.
         checks: their number.
-        date: of the newest.
+        date: date of the newest.
     """
 
     time: float | None
@@ -302,7 +302,7 @@ def check_steps(
 
     Args:
         call: the call of ``fit``.
-        title: of what is trained.
+        title: title of what is trained.
         accelerators: by key.
         strategies: names in ``STRATEGIES``.
         batches: global batch sizes.

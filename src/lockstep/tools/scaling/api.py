@@ -60,7 +60,7 @@ class SavedReport(ABC):
         """Write the report as JSON.
 
         Args:
-            path: of the file.
+            path: path of the file.
 
         Raises:
             OptionError: the file cannot be written.
@@ -71,7 +71,7 @@ class SavedReport(ABC):
         """Write the report as one HTML page without external files.
 
         Args:
-            path: of the file.
+            path: path of the file.
 
         Raises:
             OptionError: the file cannot be written.
@@ -84,7 +84,7 @@ class ScalingReport(SavedReport):
     """The result of ``lockstep.scaling_report`` and ``lockstep scale``; ``print`` shows it.
 
     Args:
-        title: of what was measured.
+        title: title of what was measured.
         command: that started the measurement.
         machine: that it ran on.
         table: the results of all settings.
@@ -161,8 +161,8 @@ def scale_script(
     """Measure the training of a script; see :func:`scaling_report`.
 
     Args:
-        path: of the script.
-        arguments: of the script.
+        path: path of the script.
+        arguments: arguments of the script.
         devices: numbers of devices.
         batch: global batch sizes.
         budget: how much each setting trains.
@@ -273,7 +273,7 @@ def report_of(
     """Build the report of measured settings.
 
     Args:
-        title: of what was measured.
+        title: title of what was measured.
         command: that started the measurement.
         results: one for each setting.
         options: what to predict.

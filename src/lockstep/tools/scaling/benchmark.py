@@ -48,7 +48,7 @@ def block_ends(steps: int | None) -> list[int]:
     """Return the numbers of steps after which a block of steps ends.
 
     Args:
-        steps: of the whole training; None if it is unknown: each block is then longer than the last.
+        steps: number of steps of the whole training; None if it is unknown: each block is then longer than the last.
     """
     if steps is None:
         return [WARMUP_STEPS + 10 * 2**power for power in range(30)]
@@ -60,7 +60,7 @@ class BlockTimer:
     """Timer for blocks of training steps, which waits for the devices at both ends of a block.
 
     Args:
-        steps: of the whole training, or None.
+        steps: number of steps of the whole training, or None.
         limit: seconds after which the training stops.
         evaluate: returns the metric; it runs between blocks and is not timed.
         input_seconds: returns the seconds spent on getting batches so far.
@@ -354,7 +354,7 @@ def _timing(model: keras.Model, timer: BlockTimer) -> Iterator[None]:
 
 
 def _bare_step(model: keras.Model, task: TrainingTask, strategy: Strategy | None) -> float:
-    is_compiled = model.jit_compile and not model.run_eagerly
+    is_compiled = trainer.is_compiled(model)
     if strategy and is_compiled:
         placed = strategy._placement.place_for_step(task.first)
     else:

@@ -246,8 +246,8 @@ class Figure:
     Args:
         chart: the rendered chart.
         text: explanation.
-        columns: of the table.
-        lines: of the table.
+        columns: columns of the table.
+        lines: lines of the table.
     """
 
     chart: Chart

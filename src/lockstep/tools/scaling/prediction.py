@@ -46,7 +46,7 @@ class StepModel:
         compute: seconds per step, per row of the device, per row of its machine, per device of its machine.
         input: as ``compute``.
         host: as ``compute``.
-        algorithm: of the all-reduce.
+        algorithm: algorithm of the all-reduce.
         gradient_bytes: size of the all-reduced arrays.
         link: measured link between the devices of this machine; None if only one device was measured.
     """
@@ -66,7 +66,7 @@ class Predicted:
     Args:
         devices: number of devices.
         batch: rows of the global batch.
-        seconds: of a step.
+        seconds: seconds of a step.
         shares: seconds by cause.
         speed_up: in rows per second, over the first of its series.
     """
@@ -188,7 +188,7 @@ def network_for(model: StepModel, platform: str, between: NetworkLink, devices_p
 
     Args:
         model: has the link within a machine if it was measured; otherwise the link between machines is used there too.
-        platform: of the devices; by default a machine has eight accelerators, or one CPU.
+        platform: platform of the devices; by default a machine has eight accelerators, or one CPU.
         between: link between machines.
         devices_per_machine: None for the default.
     """

@@ -64,8 +64,8 @@ class CurvePoint:
 
     Args:
         rows: number trained on so far.
-        seconds: of training so far, without compilation and evaluation.
-        value: of the metric on the validation data.
+        seconds: seconds of training so far, without compilation and evaluation.
+        value: value of the metric on the validation data.
     """
 
     rows: int
@@ -92,7 +92,7 @@ class SettingResult:
         metric: name of the metric of ``curve``; None without validation data.
         is_higher_better: whether larger values of the metric are better.
         curve: values of the metric.
-        platform: of the devices, such as "cpu".
+        platform: platform of the devices, such as "cpu".
         notes: remarks for the reader.
     """
 
@@ -258,7 +258,7 @@ class ScalingTable:
     """The results of all settings.
 
     Args:
-        rows: of the measured settings, in order.
+        rows: rows of the measured settings, in order.
         failed: the settings that could not be measured.
         metric: name of the metric of ``at_rows`` and ``at_time``; None if no setting was evaluated.
         is_higher_better: whether larger values of the metric are better.

@@ -33,8 +33,8 @@ class Workload:
 
     Args:
         kind: "script": run ``path``; "names": import ``build``, ``data`` and ``validation``.
-        path: of a script.
-        arguments: of the script.
+        path: path of a script.
+        arguments: arguments of the script.
         build: as ``module:name``.
         data: as ``module:name``, or the path of a file of arrays.
         validation: as ``data``, or None.
@@ -207,7 +207,7 @@ class TrainingTask:
         data: x, y and sample weights, as ``fit`` takes them.
         first: the first batch, as Keras's loop would get it.
         validation: data for ``evaluate``, in the same form; None without validation data.
-        validation_steps: of ``evaluate``.
+        validation_steps: number of steps of ``evaluate``.
         options: further arguments of ``fit``.
         batch: rows of a batch.
         steps_per_epoch: None if unknown.
