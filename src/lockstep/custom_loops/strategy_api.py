@@ -2,8 +2,9 @@
 
 import functools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -43,6 +44,30 @@ from lockstep.devices.placement import DEVICE_AXIS, Placement, is_spread, local_
 from lockstep.distributed.resolvers import ClusterResolver
 
 _FUNCTIONS = 4096  # of run, of which it is remembered which variables they read: as many as jax.jit keeps
+
+
+@dataclass(frozen=True)
+class _RunCall:
+    """A call of ``run`` but for the values among its arguments: calls that are equal share one compiled program.
+
+    Args:
+        function: what the replicas run.
+        structure: tree structure of its arguments.
+        are_values: which of them are values.
+        fixed: the others.
+    """
+
+    function: Callable[..., Any]
+    structure: jax.tree_util.PyTreeDef
+    are_values: tuple[bool, ...]
+    fixed: tuple[Any, ...]
+
+    def __call__(self, values: Iterable[Any]) -> Any:
+        """Call the function with these values."""
+        own, others = iter(values), iter(self.fixed)
+        leaves = [next(own) if is_value else next(others) for is_value in self.are_values]
+        args, kwargs = jax.tree.unflatten(self.structure, leaves)
+        return self.function(*args, **kwargs)
 
 
 class StrategyApi:
@@ -113,51 +138,42 @@ class StrategyApi:
             check_hashable(leaf)
         values = [leaf for leaf, value in zip(leaves, are_values, strict=True) if value]
         with explain_tracer_errors():
-            return self._run_or_compile(fn, structure, are_values, fixed, values)
+            return self._run_or_compile(_RunCall(fn, structure, are_values, fixed), values)
 
-    def _run_or_compile(self, fn: Any, structure: Any, are_values: Any, fixed: Any, values: list[Any]) -> Any:
+    def _run_or_compile(self, call: _RunCall, values: list[Any]) -> Any:
         """Run as part of the step that is being traced; outside of one, compile the call first, with the variables that it reads as arguments."""
         if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(values)):
-            return self._run(fn, structure, are_values, fixed, values, None)
+            return self._run(call, values, None)
         shared = self._placement.put([None if is_per_replica(x) else check_host_argument(x) for x in values])
         placed = [own if is_per_replica(own) else x for own, x in zip(values, shared, strict=True)]
-        read = self._variables_read(fn, structure, are_values, fixed)
+        read = self._variables_read(call)
         while True:
             # With a dtype: Keras's first value of a number has a weak one, for which JAX would trace again.
             newest = self._placement.put([jnp.asarray(one.value, one.value.dtype) for one in read])
             try:
-                return self._run_compiled(fn, structure, are_values, fixed, placed, newest)
+                return self._run_compiled(call, placed, newest)
             except _UnknownVariablesError as error:
                 read.extend(error.variables)
 
     @cached_property
-    def _variables_read(self) -> Callable[..., list[keras.Variable]]:
-        """The variables that a function of ``run`` reads without having them as arguments, in the order in which they were found."""
-        return functools.lru_cache(_FUNCTIONS)(lambda *call: [])
+    def _variables_read(self) -> Callable[[_RunCall], list[keras.Variable]]:
+        """The variables that a call of ``run`` reads without having them as arguments, in the order in which they were found."""
+        return functools.lru_cache(_FUNCTIONS)(lambda call: [])
 
-    def _run(
-        self, fn: Any, structure: Any, are_values: Any, fixed: Any, values: list[Any], read: list[jax.Array] | None
-    ) -> Any:
+    def _run(self, call: _RunCall, values: list[Any], read: list[jax.Array] | None) -> Any:
         """Trace the replicas.
 
         Args:
-            fn: the function.
-            structure: tree structure of its arguments.
-            are_values: which of them are values.
-            fixed: the others.
+            call: what they run.
             values: arrays, of each replica or shared.
             read: values of the first of ``_variables_read``; None: those of all variables are constants, as in any function that the user traces.
         """
-        known = self._variables_read(fn, structure, are_values, fixed)[: len(read)] if read else []
+        known = self._variables_read(call)[: len(read)] if read else []
 
         def on_replica(replica: jax.Array, own: list[Any], gathered_shapes: Callable[[Any], list[Any]]) -> Any:
-            arrays, others = iter(own[: len(values)]), iter(fixed)
-            args, kwargs = jax.tree.unflatten(
-                structure, [next(arrays) if value else next(others) for value in are_values]
-            )
             context, access = ReplicaContext(self, replica, gathered_shapes), _VariableAccess(known, own[len(values) :])
             with in_context(self, context), self._models_in_replica(), access:
-                found = fn(*args, **kwargs)
+                found = call(own[: len(values)])
             access.refuse_assignments()
             if read is not None:
                 access.check_known()
@@ -375,7 +391,7 @@ class StrategyApi:
 
     @cached_property
     def _run_compiled(self) -> Any:
-        return jax.jit(self._run, static_argnums=(0, 1, 2, 3))
+        return jax.jit(self._run, static_argnums=0)
 
     def _models_in_replica(self) -> AbstractContextManager[Any]:
         """Return a context in which the strategy's models are called on a replica."""
