@@ -43,6 +43,53 @@ class CountsCalls(keras.Model):
         return self.last(x)
 
 
+class HalfTheColumns(layers.Layer):
+    """Keeps sublayers, and numbers, that its ``build`` makes."""
+
+    def build(self, shape):
+        self.narrow, self.wide, self.rows = layers.Reshape((3, 2)), layers.Flatten(), shape[0]
+
+    def call(self, x):
+        return self.wide(self.narrow(x)) * 0.5
+
+
+class Augmented(keras.Model):
+    """Has layers that are called in training only, and so are built in the trace of the first step."""
+
+    def __init__(self):
+        super().__init__()
+        self.augment = keras.Sequential([layers.Rescaling(2.0), layers.Rescaling(0.5)])
+        self.half, self.last = HalfTheColumns(), layers.Dense(1)
+
+    def build(self, shape):
+        self.last.build(shape)
+
+    def call(self, x, training=False):
+        return self.last(self.half(self.augment(x)) if training else x)
+
+
+class SummedLoss(layers.Layer):
+    """Adds a loss that belongs to no row."""
+
+    def call(self, x):
+        self.add_loss(ops.sum(x * x))
+        return x
+
+
+class ReadsLosses(layers.Layer):
+    """Reads in its call the losses that a layer within it has added."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = layers.Dense(4, activity_regularizer=lambda x: ops.mean(x * x))
+
+    def build(self, shape):
+        self.inner.build(shape)
+
+    def call(self, x):
+        return self.inner(x) * (1 + sum(self.inner.losses))
+
+
 class KeepsMasked(keras.Model):
     """Uses a tensor with a mask, which its call has kept, in its loss."""
 
@@ -153,6 +200,8 @@ CASES = {
     "a subclass of BatchNormalization": (sequential(Counting), X),
     "a reshape in Fortran's order": (sequential(lambda: Function(lambda x: x.ravel(order="F").reshape(x.shape))), X),
     "a forward pass that is another one in training": (sequential(lambda: Function(centred_in_training)), X),
+    "layers that are built in a step": (Augmented, X),
+    "losses that a layer reads": (sequential(ReadsLosses), X),
     "a map over the rows": (sequential(lambda: Function(by_rows)), X),
 }
 
@@ -163,7 +212,8 @@ def trained(make, data, scope, rows=ROWS):
         model = make()
         model.compile(keras.optimizers.SGD(0.05), None if isinstance(model, EncoderDecoder) else "mse")
     losses = model.fit(data[:rows], Y[:rows], batch_size=BATCH, epochs=2, shuffle=False, verbose=0).history["loss"]
-    return [*model.get_weights(), losses]
+    predicted = [] if isinstance(model, EncoderDecoder) else [model.predict(data[:rows], batch_size=BATCH, verbose=0)]
+    return [*model.get_weights(), losses, *predicted]
 
 
 @pytest.mark.parametrize(("replicas", "rows"), [(2, ROWS), (3, ROWS - 3)], ids=["even", "uneven"])
@@ -176,10 +226,21 @@ def test_what_a_call_leaves_is_that_of_one_device(name, replicas, rows):
         np.testing.assert_allclose(found, one, rtol=2e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["a map over the rows", "a count of calls in an attribute"])
+SPLIT = ["a map over the rows", "a count of calls in an attribute", "layers that are built in a step"]
+
+
+@pytest.mark.parametrize("name", SPLIT)
 def test_what_depends_on_no_other_row_is_split(name, caplog):
     with caplog.at_level("INFO", logger="lockstep"):
         trained(CASES[name][0], X, lockstep.MirroredStrategy(["cpu:0", "cpu:1"]).scope())
+    assert "global batch" not in caplog.text
+
+
+def test_predict_ignores_losses_and_is_split(caplog):
+    with lockstep.MirroredStrategy(["cpu:0", "cpu:1"]).scope():
+        model = sequential(SummedLoss)()
+    with caplog.at_level("INFO", logger="lockstep"):
+        model.predict(X, verbose=0)
     assert "global batch" not in caplog.text
 
 

@@ -148,18 +148,19 @@ def lacks_aggregation(model: keras.Model, variable: keras.Variable) -> bool:
 
 def attribute_arrays(model: keras.Layer) -> dict[AttributeLeaf, jax.Array]:
     """Return the arrays that a model and its layers hold in attributes, alone or in lists, tuples and dicts."""
-    return _attribute_leaves(model, (jax.Array,))
+    return _attribute_leaves(model._flatten_layers(), (jax.Array,))
 
 
 def attribute_numbers(model: keras.Layer) -> dict[AttributeLeaf, Any]:
-    """Return the numbers of Python and NumPy, and NumPy's arrays, that a model and its layers hold in attributes, likewise."""
-    return _attribute_leaves(model, (bool, int, float, complex, np.generic, np.ndarray))
+    """Return the numbers of Python and NumPy, and NumPy's arrays, that a model and its layers that are built hold in attributes."""
+    built = [layer for layer in model._flatten_layers() if layer.built]
+    return _attribute_leaves(built, (bool, int, float, complex, np.generic, np.ndarray))
 
 
-def _attribute_leaves(model: keras.Layer, kinds: tuple[type, ...]) -> dict[AttributeLeaf, Any]:
+def _attribute_leaves(layers: Iterable[keras.Layer], kinds: tuple[type, ...]) -> dict[AttributeLeaf, Any]:
     return {
         (layer, name, number): leaf
-        for layer in model._flatten_layers()
+        for layer in layers
         for name, value in vars(layer).items()
         if isinstance(value, (*kinds, list, tuple, dict))
         for number, leaf in enumerate(keras.tree.flatten(value))
@@ -168,8 +169,13 @@ def _attribute_leaves(model: keras.Layer, kinds: tuple[type, ...]) -> dict[Attri
 
 
 def changed_numbers(before: dict[AttributeLeaf, Any], after: dict[AttributeLeaf, Any]) -> dict[AttributeLeaf, Any]:
-    """Return the numbers of ``after`` that ``before`` does not have, or not with this value."""
-    return {place: value for place, value in after.items() if not is_equal_number(before.get(place), value)}
+    """Return the numbers of ``after`` that ``before`` does not have, or not with this value.
+
+    Layers that ``before`` does not have were built meanwhile, which happens once: what they hold now stays.
+    """
+    layers = {layer for layer, _, _ in before}
+    kept = {place: value for place, value in after.items() if place[0] in layers}
+    return {place: value for place, value in kept.items() if not is_equal_number(before.get(place), value)}
 
 
 def is_equal_number(one: Any, other: Any) -> bool:

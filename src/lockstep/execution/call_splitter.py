@@ -74,6 +74,7 @@ class ModelCall:
         structure: tree structure of the arguments.
         masked: positions of the arguments that have a mask.
         rows: number of rows of the first array of the first argument; 0 if it has none.
+        has_losses: whether the call returns losses; else layers add none.
         is_cut: for each leaf whether replicas get only their rows of it.
     """
 
@@ -85,6 +86,7 @@ class ModelCall:
     structure: Any
     masked: tuple[int, ...]
     rows: int
+    has_losses: bool
     is_cut: list[bool]
 
     @classmethod
@@ -95,8 +97,9 @@ class ModelCall:
         trainable: list[Any],
         non_trainable: list[Any],
         arguments: tuple[tuple[Any, ...], dict[str, Any]],
+        has_losses: bool,
     ) -> "ModelCall":
-        """Describe a call with positional and keyword ``arguments`` after the two lists of values.
+        """Describe a call with positional and keyword ``arguments`` after the two lists of values; it returns losses if ``has_losses``.
 
         Each array among them that has as many entries as the first has rows is cut like it; if these entries are not rows, the
         proof fails.
@@ -107,12 +110,18 @@ class ModelCall:
         masked = tuple(n for n, leaf in enumerate(leaves) if _is_array(leaf) and get_keras_mask(leaf) is not None)
         leaves = [*leaves, *(jnp.asarray(get_keras_mask(leaves[position])) for position in masked)]
         is_cut = [np.ndim(leaf) > 0 and np.shape(leaf)[0] == rows for leaf in leaves]
-        return cls(model, function, trainable, non_trainable, leaves, structure, masked, rows, is_cut)
+        return cls(model, function, trainable, non_trainable, leaves, structure, masked, rows, has_losses, is_cut)
 
     def make(self) -> tuple[Any, list[Any], list[Any]]:
         """Make the call as it is; return outputs, new values of the non-trainable variables, and losses."""
-        args, kwargs = self.arguments(self.leaves)
-        return self.function(self.trainable, self.non_trainable, *args, return_losses=True, **kwargs)
+        return self.make_with(self.trainable, self.non_trainable, self.leaves)
+
+    def make_with(self, trainable: list[Any], non_trainable: list[Any], leaves: list[Any]) -> Any:
+        """Make the call with other values of the variables and other ``leaves``."""
+        args, kwargs = self.arguments(leaves)
+        if self.has_losses:
+            return self.function(trainable, non_trainable, *args, return_losses=True, **kwargs)
+        return *self.function(trainable, non_trainable, *args, **kwargs), []
 
     def arguments(self, leaves: list[Any]) -> Any:
         """Return the arguments, positional and by keyword, of ``leaves``, to which their masks are attached."""
@@ -390,9 +399,8 @@ def _run(
         next(cut) if is_cut else next(whole) if _is_array(leaf) else leaf
         for leaf, is_cut in zip(call.leaves, call.is_cut, strict=True)
     ]
-    args, kwargs = call.arguments(leaves)
     before, numbers_before = attribute_arrays(call.model), attribute_numbers(call.model)
-    tree, state, losses = call.function(trainable, non_trainable, *args, return_losses=True, **kwargs)
+    tree, state, losses = call.make_with(trainable, non_trainable, leaves)
     stored = {place: array for place, array in attribute_arrays(call.model).items() if array is not before.get(place)}
     outputs, structure = jax.tree.flatten(tree)
     read = {id(one): value for one, value in zip(call.model.trainable_variables, trainable, strict=True)}

@@ -208,7 +208,7 @@ class _ForwardInterceptor:
         function = functools.partial(self._run_original, model, original)
         if self._is_in_call:
             return function(*values, *args, return_losses=return_losses, **kwargs)
-        call = ModelCall.from_arguments(model, function, *values, (args, kwargs))
+        call = ModelCall.from_arguments(model, function, *values, (args, kwargs), return_losses)
         found = self._call_split(call) if self._splits else self._call_whole(call)
         return found if return_losses else found[:2]
 

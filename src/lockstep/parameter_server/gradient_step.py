@@ -92,11 +92,13 @@ class _SplitProof:
     def around(self, model: keras.Model, original: Callable[..., Any]) -> Callable[..., Any]:
         """Return ``stateless_call`` of a model, which raises CannotSplitError if there is no proof."""
 
-        def call(trainable: list[Any], non_trainable: list[Any], *args: Any, **kwargs: Any) -> Any:
+        def call(
+            trainable: list[Any], non_trainable: list[Any], *args: Any, return_losses: bool = False, **kwargs: Any
+        ) -> Any:
             if not self._is_in_call:  # Else a model calls another one, which is part of the proof for the first.
-                given = {name: value for name, value in kwargs.items() if name != "return_losses"}
-                self._prove(ModelCall.from_arguments(model, original, trainable, non_trainable, (args, given)))
-            return original(trainable, non_trainable, *args, **kwargs)
+                values = trainable, non_trainable
+                self._prove(ModelCall.from_arguments(model, original, *values, (args, kwargs), return_losses))
+            return original(trainable, non_trainable, *args, return_losses=return_losses, **kwargs)
 
         return call
 
