@@ -8,10 +8,14 @@ import importlib
 import logging
 import os
 
+import keras
 import numpy as np
 import pytest
 
 import lockstep
+from lockstep.data.indexed_batches import IndexedBatches
+from lockstep.data.pass_iterator import capture_random_state
+from lockstep.data.sources import make_source
 from tests.laws.compare import Topology
 
 from .programs import BATCH, ROWS, STEPS, TOPOLOGIES, counting, cut, data, weights
@@ -143,6 +147,114 @@ def test_a_loop_of_ones_own_gets_every_row_once_in_order(kind):
         rows = [[strategy.gather(part, axis=0) for part in batch] for batch in dataset]
         for mine, given in zip(zip(*rows, strict=True), (x, y), strict=True):
             np.testing.assert_array_equal(np.concatenate(mine), given)
+
+
+class _Collate:
+    """Writes every batch into the same tensors, as loaders with pinned memory do."""
+
+    def __init__(self, torch):
+        self._stack, self._x, self._y = torch.stack, torch.zeros(BATCH, 2), torch.zeros(BATCH, 1)
+
+    def __call__(self, rows):
+        for into, column in zip((self._x, self._y), zip(*rows, strict=True), strict=True):
+            into[: len(rows)] = self._stack(column)
+        return self._x[: len(rows)], self._y[: len(rows)]
+
+
+@pytest.mark.parametrize("call", ["fit", "evaluate"])
+def test_batches_that_a_loader_writes_over_keep_their_numbers(call):
+    x, y = data()
+    loader = of_torch(x, y)["x"]
+    reused = package("torch").utils.data.DataLoader(
+        loader.dataset, batch_size=BATCH, collate_fn=_Collate(package("torch"))
+    )
+    found = []
+    for each in (loader, reused):
+        model, _ = counting(Topology(3, 2))
+        logs = (
+            model.evaluate(each, verbose=0)
+            if call == "evaluate"
+            else model.fit(each, shuffle=False, verbose=0).history["loss"]
+        )
+        found.append([np.ravel(logs), weights(model)])
+    np.testing.assert_array_equal(*(one[0] for one in found))
+    np.testing.assert_array_equal(*(one[1] for one in found))
+
+
+def of_tf_shuffled(x, y):
+    dataset = package("tensorflow").data.Dataset.from_tensor_slices((x, y))
+    return {"x": dataset.shuffle(ROWS, seed=3).batch(BATCH)}
+
+
+def of_tf_shuffled_and_distributed(x, y):
+    strategy = lockstep.MirroredStrategy(["cpu:0", "cpu:1"], replicas=3)
+    return {"x": strategy.experimental_distribute_dataset(of_tf_shuffled(x, y)["x"])}
+
+
+def of_tf_validation(x, y):
+    return of_tf(x, y) | {"validation_data": of_tf_shuffled(x, y)["x"], "validation_steps": 2}
+
+
+def of_tf_unknown_length(x, y):
+    return {"x": of_tf(x, y)["x"].filter(lambda *_: True), "steps_per_epoch": 3}
+
+
+def of_torch_own_generator(x, y):
+    torch = package("torch")
+    dataset = torch.utils.data.TensorDataset(torch.from_numpy(x), torch.from_numpy(y))
+    generator = torch.Generator().manual_seed(0)
+    return {"x": torch.utils.data.DataLoader(dataset, batch_size=BATCH, shuffle=True, generator=generator)}
+
+
+class _Stop(keras.callbacks.Callback):
+    def __init__(self, steps):
+        super().__init__()
+        self._left = steps
+
+    def on_train_batch_begin(self, batch, logs=None):
+        self._left -= 1
+        if self._left < 0:
+            raise KeyboardInterrupt
+
+
+ORDERS = [
+    of_tf_shuffled,
+    of_tf_shuffled_and_distributed,
+    of_tf_validation,
+    of_tf_unknown_length,
+    of_torch_own_generator,
+]
+
+
+@pytest.mark.parametrize(("save_freq", "epochs", "more"), [("epoch", 1, 0), ("epoch", 2, 0), (1, 1, 2)])
+@pytest.mark.parametrize("kind", ORDERS)
+def test_a_resumed_run_reads_the_rows_in_the_order_of_a_whole_one(kind, save_freq, epochs, more, tmp_path):
+    def train(folder, *callbacks):
+        keras.utils.set_random_seed(2)
+        model, order = counting(Topology(3, 2))
+        backup = lockstep.callbacks.BackupAndRestore(tmp_path / folder, save_freq=save_freq)
+        given = kind(*data())
+        history = model.fit(**given, shuffle=False, epochs=4, verbose=0, callbacks=[backup, order, *callbacks]).history
+        return weights(model), history, [list(epoch) for epoch in order.epochs][-1]
+
+    whole = train("whole")
+    stop = _Stop(epochs * kind(*data()).get("steps_per_epoch", STEPS) + more)
+    with contextlib.suppress(KeyboardInterrupt):
+        train("stopped", stop)
+    resumed = train("stopped")
+    np.testing.assert_array_equal(resumed[0], whole[0])
+    assert resumed[1:] == whole[1:]
+
+
+def test_a_process_that_joins_late_reads_a_pass_in_its_order():
+    passes = make_source(of_tf_shuffled(*data())["x"])
+    for _ in range(3):
+        order = passes.order_state()
+        expected = list(passes.batches())
+    late = IndexedBatches(make_source(of_tf_shuffled(*data())["x"]))
+    late.begin({"pass": 3, "at_begin": capture_random_state(), "hooks": [], "taken_before": 0, "order": order})
+    for number, batch in enumerate(expected):
+        np.testing.assert_array_equal(late.batch(number, number)[0], batch[0])
 
 
 def test_class_weight_of_a_tf_dataset():

@@ -19,7 +19,7 @@ from .programs import BATCH, ROWS, STEPS, cut, data
 pytestmark = pytest.mark.filterwarnings("ignore:Your input ran out of data")
 
 EPOCHS = 3
-FACTS = {"pass": 1, "at_begin": {}, "hooks": [], "taken_before": 0}
+FACTS = {"pass": 1, "at_begin": {}, "hooks": [], "taken_before": 0, "order": None}
 
 
 class Batches(keras.utils.PyDataset):

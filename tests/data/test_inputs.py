@@ -127,10 +127,12 @@ def test_a_shuffled_py_dataset_has_the_order_that_keras_gives_it(workers):
     assert orders[0] == orders[1]
 
 
-def test_more_batches_than_the_queue_of_a_py_dataset_holds():
+@pytest.mark.parametrize("use_multiprocessing", [False, True])
+def test_more_batches_than_the_queue_of_a_py_dataset_holds(use_multiprocessing):
     x, y = data(400)
     model, order = counting(Topology(2, 1))
-    model.fit(Batches(cut(x, y), workers=2), shuffle=False, epochs=2, verbose=0, callbacks=[order])
+    batches = Batches(cut(x, y), workers=2, use_multiprocessing=use_multiprocessing)
+    model.fit(batches, shuffle=False, epochs=2, verbose=0, callbacks=[order])
     assert [list(epoch) for epoch in order.epochs] == [list(range(400))] * 2
 
 

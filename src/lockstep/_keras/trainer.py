@@ -585,6 +585,11 @@ is_tf_dataset = data_adapters.is_tf_dataset
 standardize_batch = data_adapters.PyDatasetAdapter._standardize_batch  # what a PyDataset returned, as a tuple
 
 
+def may_reuse_memory(adapter: DataAdapter) -> bool:
+    """Return whether a batch may lie in memory into which the next one is written: not of arrays, nor of tf.data."""
+    return not isinstance(adapter, (data_adapters.ArrayDataAdapter, data_adapters.TFDatasetAdapter))
+
+
 def is_array_adapter(adapter: DataAdapter) -> bool:
     """Return whether an input is arrays in memory."""
     return isinstance(adapter, data_adapters.ArrayDataAdapter)

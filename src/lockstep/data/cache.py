@@ -88,6 +88,7 @@ class CachedSource(WrappedSource):
         self._is_tracked = False
         self._hooks: list[EpochHook] = []  # that have run before what is kept was read
         self._random: dict[str, Any] | None = None  # the random state with which reading began
+        self._order: dict[str, Any] | None = None  # the state of the order with which reading began
         self._state: dict[str, Any] | None = None
         self._earlier: dict[str, Any] | None = None  # state of another process
 
@@ -118,7 +119,7 @@ class CachedSource(WrappedSource):
         number, digest = 0, hashlib.sha256()
         # A source that does not restart has read its first batch before, for its shapes.
         if self._random is None or self._source.restarts:
-            self._random = capture_random_state()
+            self._random, self._order = capture_random_state(), self._source.order_state()
         for batch in self._source.batches():
             if self._is_tracked:
                 digest.update(str(digest_of_batch(batch)).encode())
@@ -132,7 +133,8 @@ class CachedSource(WrappedSource):
         self._has_read(number, digest.hexdigest())
 
     def _has_read(self, number: int, digest: str) -> None:
-        self._kept, self._state = number, {"hooks": self._hooks, "random": self._random, "digest": digest}
+        state = {"hooks": self._hooks, "random": self._random, "digest": digest, "order": self._order}
+        self._kept, self._state = number, state
 
     def _read_as_before(self, earlier: dict[str, Any]) -> None:
         """Read the first pass as another process has read it; the random state is left as it is."""
@@ -140,6 +142,7 @@ class CachedSource(WrappedSource):
         for hook in earlier["hooks"]:
             run_epoch_hook(self, hook)
         restore_random_state(earlier["random"])
+        self._source.restore_order(earlier.get("order"))
         for _ in self._read():
             pass
         restore_random_state(present)
@@ -149,6 +152,10 @@ class CachedSource(WrappedSource):
                 "first pass, which the cache keeps, have changed. Fix: give it the same data, and its shuffling a seed; or begin anew with "
                 "another directory."
             )
+
+    def order_state(self) -> dict[str, Any] | None:
+        """See :class:`InputSource`; what is kept has one order."""
+        return super().order_state() if self.cache_state() is None else None
 
     def give_back(self, batches: list[Any]) -> None:
         """See :class:`InputSource`."""

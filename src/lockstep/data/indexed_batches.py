@@ -58,7 +58,8 @@ class IndexedBatches:
 
         Args:
             metadata: see :meth:`lockstep.data.keras_adapter.KerasInput.pass_metadata`: the number of the pass; the random state with
-                which it began in the other process; the data's hooks that ran there; and how many batches were taken before it.
+                which it began in the other process, and the state of its order; the data's hooks that ran there; and how many batches were taken
+                before it.
         """
         self.run_hooks(metadata["hooks"])
         if self._batches is None or (self._source.restarts and metadata["pass"] != self._pass):
@@ -68,6 +69,7 @@ class IndexedBatches:
             # If the source does not restart, its first batch was read already, to learn shapes.
             if metadata["at_begin"] and self._source.restarts:
                 restore_random_state(metadata["at_begin"])
+                self._source.restore_order(metadata["order"])
             self._read_batch = self._source.batch_reader()
             self._batches = self._source.batches() if self._read_batch is None else iter(())
         if not self._source.restarts:

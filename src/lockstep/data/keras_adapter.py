@@ -226,6 +226,7 @@ class KerasInput(trainer.DataAdapter):
             "at_begin": self._pass.at_begin if self._pass else {},
             "hooks": list(self.epoch_hooks),  # Those of the end of this epoch are not among them.
             "taken_before": self._count.taken_before,
+            "order": self._pass.order if self._pass else None,
         }
 
     @property
@@ -247,7 +248,7 @@ class KerasInput(trainer.DataAdapter):
         self._tracking = _Tracking.ON if earlier is None else _Tracking.AWAITING_STATE
         self._source.track_cache(earlier.cache if earlier else None)
         iterator = earlier.iterator if earlier else None
-        spans_epochs = self._settings.steps < math.inf and bool(self._source.num_batches)
+        spans_epochs = self._settings.steps < math.inf
         self._resume = replace(self._resume, is_mid_pass=iterator is not None and spans_epochs)
         if iterator and not self._source.restarts:
             restore_random_state(iterator.at_begin)  # Keras's first look is the beginning of the pass.
@@ -268,6 +269,12 @@ class KerasInput(trainer.DataAdapter):
             if self._pass is None:
                 restore_random_state(state.iterator.at_begin)
             self._resumed_pass = self._begin_pass()
+        else:
+            self.restore_order(state)
+
+    def restore_order(self, state: InputState) -> None:
+        """Give the next pass the order that it would have had in another process after a call of ``fit`` with this state."""
+        self._source.restore_order(state.order)
 
     def get_state(self, is_epoch_over: bool) -> InputState:
         """Return the state after the batch that was taken last.
@@ -275,7 +282,8 @@ class KerasInput(trainer.DataAdapter):
         Args:
             is_epoch_over: whether all steps of the epoch are done.
         """
-        return InputState(self._pass_state(is_epoch_over), tuple(self.epoch_hooks), self._source.cache_state())
+        order = self._source.order_state()
+        return InputState(self._pass_state(is_epoch_over), tuple(self.epoch_hooks), self._source.cache_state(), order)
 
     def state_between_calls(self) -> InputState:
         """Return the state between two calls of ``evaluate`` in ``fit``, each of which begins a new pass if the source restarts."""
@@ -283,7 +291,10 @@ class KerasInput(trainer.DataAdapter):
         return replace(state, iterator=None) if self._source.restarts else state
 
     def _pass_state(self, is_epoch_over: bool) -> IteratorState | None:
-        if self._pass is None or (is_epoch_over and self._settings.steps == math.inf):
+        if self._pass is None:
+            return None
+        is_new_pass_next = self._settings.steps == math.inf or (self._source.restarts and self._pass.has_ended)
+        if is_epoch_over and is_new_pass_next:
             return None
         found = self._pass.get_state()
         if found and not self._source.restarts:

@@ -1,6 +1,7 @@
 """One pass over an input, and its state: position, random state and digest, from which another process resumes."""
 
 import base64
+import contextlib
 import hashlib
 import inspect
 import random
@@ -33,12 +34,14 @@ class IteratorState:
         at_begin: the random state with which the pass began.
         after: the random state after the last of these batches was read.
         digest: digest of that batch; None if it was on devices only.
+        order: state of the order of the batches, with which the pass began; see :meth:`InputSource.order_state`.
     """
 
     batches: int
     at_begin: dict[str, Any]
     after: dict[str, Any]
     digest: str | None
+    order: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -49,22 +52,25 @@ class InputState:
         iterator: state of the current pass; None if a new pass begins next.
         hooks: the hooks of the data at the beginning and end of epochs that have run.
         cache: how the batches were read that a cache keeps; None if it keeps none.
+        order: state of the order of the next pass; see :meth:`InputSource.order_state`.
     """
 
     iterator: IteratorState | None = None
     hooks: tuple[EpochHook, ...] = ()
     cache: dict[str, Any] | None = None
+    order: dict[str, Any] | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the state in values of JSON."""
         position = asdict(self.iterator) if self.iterator else None
-        return {"position": position, "hooks": list(self.hooks), "cache": self.cache}
+        return {"position": position, "hooks": list(self.hooks), "cache": self.cache, "order": self.order}
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> "InputState":
         """Return the state that :meth:`to_json` has given."""
         position = found.get("position")
-        return cls(IteratorState(**position) if position else None, tuple(found["hooks"]), found.get("cache"))
+        iterator = IteratorState(**position) if position else None
+        return cls(iterator, tuple(found["hooks"]), found.get("cache"), found.get("order"))
 
 
 def digest_of_batch(batch: Any) -> str | None:
@@ -188,7 +194,9 @@ class PassIterator:
     Attributes:
         start: see above.
         at_begin: the random state with which the pass began, if it is known.
+        order: state of the order of the batches, with which the pass began, if it is known.
         successor: the pass that gives the batches from now on.
+        has_ended: whether a step has found the end.
     """
 
     def __init__(
@@ -205,6 +213,7 @@ class PassIterator:
         self._check, self.start, self._tracks_state = check, start, tracks_state
         self._number = start.batches if start else 0
         self.at_begin: dict[str, Any] = {}
+        self.order: dict[str, Any] | None = None
         self._last: _HostBatch | None = None
         self._batches: Iterator[Any] | None = None
         self._peeked: deque[Any] = deque()
@@ -212,6 +221,7 @@ class PassIterator:
         self._running: deque[Any] = deque()
         self._closed = False
         self.successor: PassIterator | None = None
+        self.has_ended = False
         self._reader: BatchReader = (
             Prefetcher(self._read, self._finish, depth, source.name)
             if depth
@@ -244,7 +254,7 @@ class PassIterator:
                 return self.start
             return replace(self.start, after=capture_random_state())
         after = self._last.after or capture_random_state()
-        return IteratorState(self.position, self.at_begin, after, digest_of_batch(self._last.host))
+        return IteratorState(self.position, self.at_begin, after, digest_of_batch(self._last.host), self.order)
 
     def set_limit(self, batches: float) -> None:
         """Allow ``batches`` more batches to be read than were taken, from the next :meth:`take` on."""
@@ -265,12 +275,13 @@ class PassIterator:
         self._running.append(after)
         if len(self._running) > max(self._depth, 1):
             jax.block_until_ready(self._running.popleft())
-        if self._reader.is_waiting():
-            with self._meter.getting(), self._meter.waiting(after):
+        waiting = self._meter.waiting(after) if self._reader.is_waiting() else contextlib.nullcontext()
+        with self._meter.getting(), waiting:
+            try:
                 batch = self._reader.take()
-        else:
-            with self._meter.getting():
-                batch = self._reader.take()
+            except StopIteration:
+                self.has_ended = True
+                raise
         self._meter.step()
         if self._tracks_state:
             self._last = batch
@@ -298,10 +309,12 @@ class PassIterator:
         if start is None:
             if self._tracks_state:
                 self.at_begin = self.at_begin or capture_random_state()
+                self.order = self._source.order_state()
             return self._source.batches()
-        self.at_begin = start.at_begin
+        self.at_begin, self.order = start.at_begin, start.order
         if self._source.restarts:
             restore_random_state(start.at_begin)
+            self._source.restore_order(start.order)
         batches = self._source.batches_from(start.batches - 1)
         check_same_batch(self._source.name, start, next(batches, None))
         restore_random_state(start.after)

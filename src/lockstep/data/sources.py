@@ -5,8 +5,10 @@ because Keras's would lose, repeat or reorder batches: it reads two batches of a
 again in the second epoch, and its queue of a PyDataset keeps batches of an interrupted epoch.
 """
 
+import base64
 import itertools
 import random
+import sys
 import threading
 import time
 from collections import deque
@@ -15,6 +17,7 @@ from multiprocessing.pool import AsyncResult, ThreadPool
 from operator import length_hint
 from types import FunctionType, GeneratorType, MethodType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import jax
 import keras
@@ -24,6 +27,7 @@ from lockstep._errors import InputError, check_depth, shown
 from lockstep._keras import trainer
 from lockstep._logging import log_info
 
+_MAX_PASSES = 1_000_000  # that a resumed run begins and drops
 _CLOSE_SECONDS = 10.0  # for threads in the user's code to return when a pass is cut short
 NON_NUMERIC_KINDS = "OSUTMm"  # kinds of NumPy arrays that no device holds: objects, texts and times
 Pending = deque[Any]  # batches that were read from a generator and that no step has taken yet
@@ -71,6 +75,13 @@ class InputSource:
         """Return, in values of JSON, how the batches were read that a cache keeps; None if it does not keep all of them."""
         return None
 
+    def order_state(self) -> dict[str, Any] | None:
+        """Return, in values of JSON, what the order of the next pass depends on besides the global generators; None: nothing else."""
+        return None
+
+    def restore_order(self, state: dict[str, Any] | None) -> None:
+        """Give the next pass the order that it had when :meth:`order_state` returned ``state``, in this process or another one."""
+
     def begin_epoch(self) -> None:
         """Begin an epoch."""
 
@@ -111,6 +122,14 @@ class WrappedSource(InputSource):
         """See :class:`InputSource`."""
         return self._source.batches()
 
+    def order_state(self) -> dict[str, Any] | None:
+        """See :class:`InputSource`."""
+        return self._source.order_state()
+
+    def restore_order(self, state: dict[str, Any] | None) -> None:
+        """See :class:`InputSource`."""
+        self._source.restore_order(state)
+
     def give_back(self, batches: list[Any]) -> None:
         """See :class:`InputSource`."""
         self._source.give_back(batches)
@@ -128,17 +147,87 @@ class WrappedSource(InputSource):
         self._source.close()
 
 
+# By data set of tf.data: how many passes over it this process has begun. Each may have another order, though its shuffling has a seed.
+_passes: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+
+
+class _ShuffledData:
+    """Order of the passes over a data set of another package, which may shuffle itself: ``tf.data`` and torch.
+
+    Args:
+        data: an object that yields batches.
+        name: name of the input, for messages.
+    """
+
+    def __init__(self, data: Any, name: str) -> None:
+        self._data, self._name = data, name
+
+    def note_pass(self) -> None:
+        """Note that a pass begins."""
+        if trainer.is_tf_dataset(self._data):
+            _passes[self._data] = _passes.get(self._data, 0) + 1
+
+    def state(self) -> dict[str, Any] | None:
+        """See :meth:`InputSource.order_state`."""
+        if trainer.is_tf_dataset(self._data):
+            return {"passes": _passes.get(self._data, 0)}
+        states = [generator.get_state().numpy().tobytes() for generator in self._torch_generators]
+        return {"torch": [base64.b64encode(state).decode() for state in states]} if states else None
+
+    def restore(self, state: dict[str, Any] | None) -> None:
+        """See :meth:`InputSource.restore_order`."""
+        state = state or {}
+        if trainer.is_tf_dataset(self._data) and "passes" in state:
+            missing = state["passes"] - _passes.get(self._data, 0)
+            for _ in range(missing):  # A pass that begins draws the next order, and reads nothing.
+                iter(self._data)
+                self.note_pass()
+            if missing < 0:
+                log_info(
+                    f"{self._name}: {-missing} passes more than before have begun, so its order may be another one."
+                )
+        for generator, kept in zip(self._torch_generators, state.get("torch", ()), strict=False):
+            bits = np.frombuffer(base64.b64decode(kept), "uint8").copy()
+            generator.set_state(sys.modules["torch"].from_numpy(bits))
+
+    @property
+    def _torch_generators(self) -> list[Any]:
+        """The generators of a ``DataLoader`` of torch that are not the global one."""
+        torch = sys.modules.get("torch")
+        if torch is None or not isinstance(self._data, torch.utils.data.DataLoader):
+            return []
+        owners = self._data, self._data.sampler, getattr(self._data.batch_sampler, "sampler", None)
+        found = [getattr(owner, "generator", None) for owner in owners]
+        return list({id(one): one for one in found if isinstance(one, torch.Generator)}.values())
+
+
+def check_order_state(state: Any) -> None:
+    """Raise ValueError if this is no result of :meth:`InputSource.order_state`. No generator changes."""
+    if type(state) is not dict or len(state) != 1:
+        raise ValueError("no state of an order")
+    if "passes" in state and type(state["passes"]) is int and 0 <= state["passes"] <= _MAX_PASSES:
+        return
+    torch = sys.modules.get("torch")
+    try:
+        for kept in state["torch"]:
+            bits = np.frombuffer(base64.b64decode(kept), "uint8").copy()
+            if torch:
+                torch.Generator().set_state(torch.from_numpy(bits))
+    except (LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise ValueError(f"no state of an order: {error}") from None
+
+
 class AdapterSource(InputSource):
     """The input of one of Keras's adapters.
 
     Args:
         adapter: that adapter.
-        name: name of the input, for messages.
+        data: what it reads.
     """
 
-    def __init__(self, adapter: Any, name: str) -> None:
-        super().__init__(name)
-        self._adapter = adapter
+    def __init__(self, adapter: Any, data: Any) -> None:
+        super().__init__(type(data).__name__)
+        self._adapter, self._order = adapter, _ShuffledData(data, self.name)
 
     @property
     def num_batches(self) -> int | None:
@@ -157,7 +246,17 @@ class AdapterSource(InputSource):
 
     def batches(self) -> Iterator[Any]:
         """See :class:`InputSource`."""
-        return iter(self._adapter.get_jax_iterator())
+        self._order.note_pass()
+        batches = iter(self._adapter.get_jax_iterator())
+        return map(_copied, batches) if trainer.may_reuse_memory(self._adapter) else batches
+
+    def order_state(self) -> dict[str, Any] | None:
+        """See :class:`InputSource`."""
+        return self._order.state()
+
+    def restore_order(self, state: dict[str, Any] | None) -> None:
+        """See :class:`InputSource`."""
+        self._order.restore(state)
 
     def begin_epoch(self) -> None:
         """See :class:`InputSource`."""
@@ -166,6 +265,11 @@ class AdapterSource(InputSource):
     def end_epoch(self) -> None:
         """See :class:`InputSource`."""
         self._adapter.on_epoch_end()
+
+
+def _copied(batch: Any) -> Any:
+    """Return a copy of a batch: the user's code may write the next one into the same memory while a step still reads this one."""
+    return jax.tree.map(lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf, batch)
 
 
 class _UserCodeSource(InputSource):
@@ -190,9 +294,8 @@ class _UserCodeSource(InputSource):
         return lambda number: next(self._copied(iter([made(number)])))
 
     def _copied(self, batches: Iterator[Any]) -> Iterator[Any]:
-        # The user's code may write the next batch into the same memory while a step still reads this one.
         for batch in trainer.get_jax_iterator(batches):
-            yield jax.tree.map(lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf, batch)
+            yield _copied(batch)
 
 
 class _LeftoverSource(_UserCodeSource):
@@ -268,6 +371,7 @@ class DatasetSource(_UserCodeSource):
         kinds = type(dataset), keras.utils.PyDataset
         self.has_hooks = len({(kind.on_epoch_begin, kind.on_epoch_end) for kind in kinds}) > 1
         self._adapter, self._dataset, self._shuffle = adapter, dataset, shuffle
+        self._has_logged = False  # that threads read instead of processes
 
     @property
     def num_batches(self) -> int | None:
@@ -303,6 +407,11 @@ class DatasetSource(_UserCodeSource):
         return iter(order)
 
     def _read(self, order: Iterator[int]) -> Iterator[Any]:
+        if self._dataset.use_multiprocessing and not self._has_logged:
+            log_info(
+                f"{self.name}: {self._dataset.workers} threads read it instead of processes, which would not keep the order."
+            )
+            self._has_logged = True
         ahead = max(self._dataset.max_queue_size, 1)
         waiting: deque[AsyncResult[Any]] = deque()
         closed = threading.Event()
@@ -390,7 +499,7 @@ class IterableSource(_LeftoverSource):
     def __init__(self, iterable: Iterable[Any]) -> None:
         super().__init__(type(iterable).__name__, Pending())
         self.restarts = not isinstance(iterable, Iterator)
-        self._iterable = iterable
+        self._iterable, self._order = iterable, _ShuffledData(iterable, self.name)
 
     @property
     def num_batches(self) -> int | None:
@@ -399,7 +508,16 @@ class IterableSource(_LeftoverSource):
         return known if known >= 0 else None
 
     def _made(self) -> Iterator[Any]:
+        self._order.note_pass()
         return iter(self._iterable)
+
+    def order_state(self) -> dict[str, Any] | None:
+        """See :class:`InputSource`."""
+        return self._order.state()
+
+    def restore_order(self, state: dict[str, Any] | None) -> None:
+        """See :class:`InputSource`."""
+        self._order.restore(state)
 
 
 def check_data(argument: str, data: Any, *, is_arrays: bool = False, may_be_empty: bool = False) -> None:
@@ -465,9 +583,9 @@ def make_source(
         _refuse_extra_arguments(x, y=y, sample_weight=sample_weight, class_weight=class_weight)
         return GeneratorSource(x, pending(x)) if is_generator else CallableSource(x)
     adapter = trainer.adapter_of(x, y, sample_weight, shuffle=shuffle, class_weight=class_weight, **options)
-    if isinstance(x, keras.utils.PyDataset) and not (x.use_multiprocessing and x.workers):
+    if isinstance(x, keras.utils.PyDataset):
         return DatasetSource(x, adapter, bool(shuffle))
-    return AdapterSource(adapter, type(x).__name__)
+    return AdapterSource(adapter, x)
 
 
 def make_tree_source(dataset: Any, argument: str = "dataset") -> InputSource:

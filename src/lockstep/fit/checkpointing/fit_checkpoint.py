@@ -320,6 +320,7 @@ class FitCheckpoint(StepHook):
             return
         if resumed.is_over:
             restore_random_state(resumed.metadata["random"])
+            self._data.restore_order(resumed.data)
         else:
             self._resume_validation()
             self._data.set_state(resumed.data, resumed.position.batch)

@@ -32,6 +32,7 @@ from lockstep._keras.sharded_variable import set_from_host
 from lockstep.checkpoint.format import Loaded, array_digest, shapes_of
 from lockstep.checkpoint.shards import ArrayShard
 from lockstep.data.pass_iterator import check_random_state
+from lockstep.data.sources import check_order_state
 from lockstep.devices.names import platform_of
 from lockstep.devices.placement import gather_on_host, is_spread
 
@@ -390,8 +391,21 @@ def _is_hook(value: Any) -> bool:
     return type(value) is list and len(value) == 2 and value[0] in ("begin", "end") and _is_random_state(value[1])
 
 
+def _is_order(value: Any) -> bool:
+    try:
+        check_order_state(value)
+    except ValueError:
+        return False
+    return True
+
+
+def _has_fields(value: Any, *names: str) -> bool:
+    """Return whether a value has these fields; earlier versions have written no order."""
+    return type(value) is dict and {*value, "order"} == {*names, "order"} and _or_none(_is_order)(value.get("order"))
+
+
 def _is_position(value: Any) -> bool:
-    if type(value) is not dict or set(value) != {"batches", "at_begin", "after", "digest"}:
+    if not _has_fields(value, "batches", "at_begin", "after", "digest"):
         return False
     digest, batches = value["digest"], value["batches"]
     is_digest = digest is None or (_is_text(digest) and re.fullmatch("[0-9a-f]{16}", digest) is not None)
@@ -400,13 +414,13 @@ def _is_position(value: Any) -> bool:
 
 
 def _is_cache(value: Any) -> bool:
-    if type(value) is not dict or set(value) != {"hooks", "random", "digest"}:
+    if not _has_fields(value, "hooks", "random", "digest"):
         return False
     return _is_random_state(value["random"]) and _is_list_of(_is_hook)(value["hooks"]) and _is_text(value["digest"])
 
 
 def _is_input(value: Any) -> bool:
-    if type(value) is not dict or set(value) != {"position", "hooks", "cache"}:
+    if not _has_fields(value, "position", "hooks", "cache"):
         return False
     is_position = _or_none(_is_position)(value["position"]) and _or_none(_is_cache)(value["cache"])
     return is_position and _is_list_of(_is_hook)(value["hooks"])
@@ -443,6 +457,7 @@ _FIELDS = {
     "position": _Field("null, or batches, at_begin, after and digest of a pass", _or_none(_is_position)),
     "hooks": _Field('a list of "begin" or "end" with a state of random generators', _is_list_of(_is_hook)),
     "cache": _Field("null, or hooks, random and digest of a cache", _or_none(_is_cache), is_optional=True),
+    "order": _Field("null, or the state of an order", _or_none(_is_order), is_optional=True),
     "validation": _Field("null, or position, hooks and cache of an input", _or_none(_is_input), is_optional=True),
     "random": _Field("a state of random generators", _is_random_state),
     "callbacks": _Field(
