@@ -68,6 +68,28 @@ class Augmented(keras.Model):
         return self.last(self.half(self.augment(x)) if training else x)
 
 
+class WholeNumbers(layers.Layer):
+    """Keeps whole numbers and bools that belong to no row, and returns some."""
+
+    def call(self, x):
+        self.large, self.negative = ops.arange(3) + 2**30 + 1, ops.convert_to_tensor([-7, 7], "int8")
+        self.causal = ops.tril(ops.ones((3, 3), "bool"))
+        return x
+
+
+class RunningMean(layers.Layer):
+    """Has a running mean that no gradient flows into, and its mean with a constant."""
+
+    def build(self, shape):
+        self.mean = self.add_weight(shape=(shape[-1] + 1,), initializer="zeros", trainable=False, name="mean")
+
+    def call(self, x, training=False):
+        if training:
+            mean = ops.stop_gradient(ops.concatenate([ops.mean(x, 0), ops.ones(1)]))
+            self.mean.assign(0.9 * self.mean + 0.1 * mean)
+        return x
+
+
 class SummedLoss(layers.Layer):
     """Adds a loss that belongs to no row."""
 
@@ -201,6 +223,8 @@ CASES = {
     "a reshape in Fortran's order": (sequential(lambda: Function(lambda x: x.ravel(order="F").reshape(x.shape))), X),
     "a forward pass that is another one in training": (sequential(lambda: Function(centred_in_training)), X),
     "layers that are built in a step": (Augmented, X),
+    "whole numbers without rows": (sequential(WholeNumbers), X),
+    "a running mean without a gradient": (sequential(RunningMean), X),
     "losses that a layer reads": (sequential(ReadsLosses), X),
     "a map over the rows": (sequential(lambda: Function(by_rows)), X),
 }
@@ -226,7 +250,13 @@ def test_what_a_call_leaves_is_that_of_one_device(name, replicas, rows):
         np.testing.assert_allclose(found, one, rtol=2e-5, atol=1e-6)
 
 
-SPLIT = ["a map over the rows", "a count of calls in an attribute", "layers that are built in a step"]
+SPLIT = [
+    "a map over the rows",
+    "a count of calls in an attribute",
+    "layers that are built in a step",
+    "whole numbers without rows",
+    "a running mean without a gradient",
+]
 
 
 @pytest.mark.parametrize("name", SPLIT)
@@ -234,6 +264,27 @@ def test_what_depends_on_no_other_row_is_split(name, caplog):
     with caplog.at_level("INFO", logger="lockstep"):
         trained(CASES[name][0], X, lockstep.MirroredStrategy(["cpu:0", "cpu:1"]).scope())
     assert "global batch" not in caplog.text
+
+
+class ReturnsWholeNumbers(layers.Layer):
+    def call(self, x):
+        large = ops.convert_to_tensor([-(2**31), -1, 2**24 + 1, 2**31 - 1], "int32")
+        return x, large, ops.cast(large, "uint32"), ops.cast(large, "int8"), large > 0
+
+
+@pytest.mark.parametrize("replicas", [2, 3, 7])
+def test_whole_numbers_without_rows_are_exact(replicas, caplog):
+    def made():
+        inputs = keras.Input((6,))
+        return keras.Model(inputs, ReturnsWholeNumbers()(inputs))
+
+    expected = made().predict(X[:7], verbose=0)
+    with caplog.at_level("INFO", logger="lockstep"), lockstep.MirroredStrategy(replicas=replicas).scope():
+        found = made().predict(X[:7], verbose=0)
+    assert "global batch" not in caplog.text
+    for one, other in zip(found, expected, strict=True):
+        assert one.dtype == other.dtype
+        np.testing.assert_array_equal(one, other)
 
 
 def test_predict_ignores_losses_and_is_split(caplog):

@@ -16,6 +16,7 @@ from lockstep.data.fit_entry import callbacks_in
 from lockstep.data.keras_adapter import KerasInput
 from lockstep.data.pass_iterator import capture_random_state, restore_random_state
 from lockstep.data.prefetch import BOUND, describe_waiting
+from lockstep.devices.batch_split import rows_of_replicas
 from lockstep.doctor.base import Finding, FitCall, array_in_memory, sample_rows
 from lockstep.execution.executors import SpmdExecutor
 from lockstep.execution.step_probe import StrategyProbes, copies, median_step_seconds
@@ -84,13 +85,16 @@ def check_normalization(call: FitCall) -> Iterator[Finding]:
     alone = set(unsynchronized_normalizations(call.model))
     layers = [x for x in layers_of(call.model) if isinstance(x, keras.layers.BatchNormalization) and x.trainable]
     names = [layer.name for layer in layers if layer.name in alone]
-    if rows is None or rows < replicas or not names or rows // replicas >= FEW:
+    if rows is None or rows < replicas or not names:
+        return
+    share = min(own for own in rows_of_replicas(rows, replicas) if own)
+    if share >= FEW:
         return
     others = f" and {len(names) - 1} more" if len(names) > 1 else ""
     synchronized = "" if replicas == 1 else "Use BatchNormalization(synchronized=True) in the scope, or "
     yield Finding(
         "normalization-of-few-rows",
-        f"BatchNormalization over {rows // replicas} rows, a replica's share of a batch of {rows}",
+        f"BatchNormalization over {share} {'row' if share == 1 else 'rows'}, a replica's share of a batch of {rows}",
         f"layer {names[0]!r}{others}, {call.at_fit}",
         f"with less than {FEW} rows mean and variance are so uncertain that accuracy falls (Wu & He, Group Normalization, 2018)",
         f"{synchronized or 'Use '}a larger batch, or GroupNormalization",

@@ -31,7 +31,7 @@ from lockstep._keras.graph import (
     set_attribute_arrays,
     set_keras_mask,
 )
-from lockstep.execution.replica import ReplicaCall, ReplicaResult, StateMerge
+from lockstep.execution.replica import ReplicaCall, ReplicaResult, StateMerge, halves, join_halves
 from lockstep.execution.rowwise import (
     Mixed,
     RowAxis,
@@ -214,7 +214,7 @@ class OutputSpec:
     Attributes:
         form: structure of the results.
         row_axes: for outputs, then losses, then stored attributes, then masks: where the rows are, or None if the result has no
-            rows and replicas average it.
+            rows: replicas average it, or have the same whole numbers or bools.
         dtypes: dtypes of the same results.
         first_state: positions of the non-trainable variables that get the value of the first replica: it is proved to be that of
             each, or random numbers, which have no mean.
@@ -301,7 +301,7 @@ def split(spec: OutputSpec, call: ModelCall) -> ReplicaCall:
         rows = len(inputs[0])
         return ReplicaResult(
             rows=[move_rows_first(value, axis, rows) for value, axis in results if axis is not None],
-            means=[value for value, axis in results if axis is None],
+            means=[value if _is_floating(value) else halves(value) for value, axis in results if axis is None],
             state=[None if new is old else jnp.asarray(new) for new, old in zip(state, non_trainable, strict=True)],
         )
 
@@ -312,7 +312,7 @@ def join(spec: OutputSpec, result: ReplicaResult) -> tuple[Any, list[Any]]:
     """Return outputs, with their masks, and losses of the whole batch; store the arrays that layers keep in attributes."""
     rows, means = iter(result.rows), iter(result.means)
     values = [
-        next(means).astype(dtype) if axis is None else move_rows_back(next(rows), axis)
+        _from_mean(next(means), dtype) if axis is None else move_rows_back(next(rows), axis)
         for axis, dtype in zip(spec.row_axes, spec.dtypes, strict=True)
     ]
     form = spec.form
@@ -327,6 +327,11 @@ def join(spec: OutputSpec, result: ReplicaResult) -> tuple[Any, list[Any]]:
     return jax.tree.unflatten(form.outputs, outputs), losses
 
 
+def _from_mean(mean: jax.Array, dtype: Any) -> jax.Array:
+    """Return a result without rows, of which the replicas' mean was taken."""
+    return (mean if jnp.issubdtype(dtype, jnp.floating) else join_halves(mean)).astype(dtype)
+
+
 def state_merge(variable: keras.Variable) -> StateMerge:
     """Return how the replicas' values of a non-trainable variable are merged, if nothing is proved of it."""
     if is_seed(variable):
@@ -336,6 +341,10 @@ def state_merge(variable: keras.Variable) -> StateMerge:
     if variable.aggregation == "only_first_replica" or not _is_inexact(variable):
         return StateMerge.FIRST
     return StateMerge.MEAN
+
+
+def _is_floating(array: Any) -> bool:
+    return bool(jnp.issubdtype(array.dtype, jnp.floating))
 
 
 def _is_inexact(variable: keras.Variable) -> bool:
@@ -443,7 +452,8 @@ def _row_axis(whole: jax.ShapeDtypeStruct, dep: RowDependence) -> RowAxis | None
     if isinstance(dep, Mixed):
         raise CannotSplitError(f"it mixes the rows of its batch: {dep}")
     is_averaged = is_fixed(dep) or isinstance(dep, RowMean)
-    if not is_averaged or not jnp.issubdtype(whole.dtype, jnp.floating):
+    is_same_number = dep is None and whole.dtype.kind in "biu" and whole.dtype.itemsize <= 4
+    if not (is_averaged and _is_floating(whole)) and not is_same_number:
         raise CannotSplitError(
             f"it returns {whole.dtype}{list(whole.shape)}, which is neither one for each row nor an average over the rows"
         )

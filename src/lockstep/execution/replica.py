@@ -138,7 +138,7 @@ def _state_share(new: jax.Array, merge: StateMerge, old: jax.Array, replicas: ja
     # A device without replicas also counts from 0, and runs on padding only.
     is_first = (replicas[0] == 0) & (jnp.asarray(weights)[0] > 0)
     first = jnp.where(is_first, new[0], jnp.zeros_like(new[0]))
-    return _halves(first) if merge is StateMerge.SEED else first
+    return halves(first) if merge is StateMerge.SEED else first
 
 
 def _weighted(leaf: jax.Array, weights: Any) -> jax.Array:
@@ -185,15 +185,17 @@ def replica_seed(state: jax.Array, replica: jax.Array) -> jax.Array:
     return jnp.where(replica == 0, state, folded)
 
 
-def _halves(state: jax.Array) -> jax.Array:
-    """Return the upper and lower 16 bits of a seed's state, as ``float32 (2, 2)``, which are added to zeros without rounding.
+def halves(value: jax.Array) -> jax.Array:
+    """Return the upper and lower 16 bits of a seed's state, or of other whole numbers and bools, as ``float32 (2, …)``.
 
-    XLA joins collectives of one dtype only: so a seed needs none of its own beside float32 gradients.
+    Sums with zeros, and means of equal ones, can be joined without an error. XLA joins collectives of one dtype only: so these need none of
+    their own beside float32 gradients.
     """
-    return jnp.stack([state >> 16, state & 0xFFFF]).astype("float32")
+    bits = value.astype("uint32")
+    return jnp.stack([bits >> 16, bits & 0xFFFF]).astype("float32")
 
 
-def join_halves(halves: jax.Array) -> jax.Array:
-    """Return the state of a seed, ``uint32 (2,)``, of the sum over all devices of the shares in a :class:`ReplicaResult`."""
-    upper, lower = halves.astype("uint32")
+def join_halves(found: jax.Array) -> jax.Array:
+    """Return the value as ``uint32`` whose :func:`halves` these are."""
+    upper, lower = jnp.round(found).astype("uint32")
     return (upper << 16) | lower

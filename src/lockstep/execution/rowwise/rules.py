@@ -466,6 +466,7 @@ def sum_rule(pair: EquationPair, inputs: RowDependences) -> RowDependence:
         pair.name in _LINEAR_OPERATIONS
         or (pair.name == "mul" and None in inputs)
         or (pair.name == "div" and inputs[1] is None)
+        or (pair.name in ("concatenate", "stack") and (kind is RowMean or None not in inputs))
         or (pair.name in ("add", "sub", "add_any") and (kind is RowMean or _adds_only_zero(pair, inputs)))
     )
     return kind() if is_linear and not _is_rounded(pair) else None
@@ -500,5 +501,6 @@ _LINEAR_OPERATIONS = frozenset(
         "transpose",
         "copy_p",
         "broadcast_in_dim",
+        "stop_gradient",
     )
 )
