@@ -22,6 +22,7 @@ LOGS = ROOT / "build" / "nightly"
 LIMIT = 60 * 60  # seconds of a part
 ENVIRONMENT = os.environ | {"LOCKSTEP_TEST_OPTIMIZED": "1"}  # as users have XLA
 WRITTEN = ("benchmarks/results", "docs/conformity.md")  # what parts write
+SOURCES = (".", *(f":(exclude){path}" for path in WRITTEN))
 
 # Tests marked "nightly", by path; the part "rest" takes those of all other paths.
 PATHS = {
@@ -96,8 +97,7 @@ def has_passed(result: dict | None) -> bool:
     """Whether a part has passed on sources that differ from the present ones in results only."""
     if result is None or result["exit code"]:
         return False
-    written = [f":(exclude){path}" for path in WRITTEN]
-    command = ["git", "diff", "--quiet", result["commit"], "HEAD", "--", ".", *written]
+    command = ["git", "diff", "--quiet", result["commit"], "HEAD", "--", *SOURCES]
     return subprocess.run(command, cwd=ROOT, capture_output=True, check=False).returncode == 0
 
 
@@ -118,7 +118,8 @@ def run(part: str, command: list[str]) -> dict:
     counts = [line.strip("= ") for line in lines if re.search(r"\d+ (passed|failed).* in \d", line)]
     print(f"{part}: exit code {code} after {seconds} s. {'; '.join(counts)}", flush=True)
     date = datetime.datetime.now(datetime.UTC).date().isoformat()
-    return {"commit": git("rev-parse", "HEAD"), "date": date, "seconds": seconds, "exit code": code, "counts": counts}
+    commit = git("log", "-1", "--format=%H", "--", *SOURCES)  # Later ones have changed results only.
+    return {"commit": commit, "date": date, "seconds": seconds, "exit code": code, "counts": counts}
 
 
 def record(part: str, results: dict, known: dict[str, list[str]]) -> None:
