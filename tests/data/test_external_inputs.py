@@ -257,6 +257,14 @@ def test_a_process_that_joins_late_reads_a_pass_in_its_order():
         np.testing.assert_array_equal(late.batch(number, number)[0], batch[0])
 
 
+@pytest.mark.parametrize("kind", [of_torch, of_torch_own_generator])
+def test_a_cache_that_freezes_the_order_of_a_loader_is_named(kind, caplog):
+    caplog.set_level(logging.INFO, "lockstep")
+    strategy = lockstep.MirroredStrategy(["cpu:0"], input_options=lockstep.InputOptions(cache="memory"))
+    counting(strategy=strategy)[0].fit(**kind(*data()), shuffle=False, verbose=0)
+    assert ("in the order of the first epoch" in caplog.text) is (kind is of_torch_own_generator)
+
+
 def test_class_weight_of_a_tf_dataset():
     x, y = data()[0], np.arange(ROWS) % 3
     weight = {0: 1.0, 1: 2.0, 2: 0.5}

@@ -1,5 +1,6 @@
 """Checks of the data: values and shapes, the order of ``shuffle``, ``cache`` and ``prefetch``, and waits for batches."""
 
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -172,11 +173,16 @@ _MIN_WAIT_SECONDS = 0.002  # that a step waits; less is not reported
 
 def check_cached_order(call: FitCall) -> Iterator[Finding]:
     """Find a cache of ``InputOptions`` that fixes an order which should change in each epoch."""
-    cache, shuffle = call.settings.input_options.cache, call.arguments.get("shuffle", True)
-    if cache and shuffle and isinstance(call.x, keras.utils.PyDataset):
+    cache, torch = call.settings.input_options.cache, sys.modules.get("torch")
+    shuffled = (
+        "PyDataset" if isinstance(call.x, keras.utils.PyDataset) and call.arguments.get("shuffle", True) else None
+    )
+    if torch and isinstance(call.x, torch.utils.data.DataLoader):
+        shuffled = "DataLoader" if isinstance(call.x.sampler, torch.utils.data.RandomSampler) else None
+    if cache and shuffled:
         yield Finding(
             "cache-freezes-order",
-            "the cache keeps the batches of its PyDataset in the order of the first epoch, though shuffle=True",
+            f"the cache keeps the batches of its {shuffled} in the order of the first epoch, though shuffle=True",
             f"InputOptions(cache={str(cache)!r}), {call.at_fit}",
             "from the second epoch on the order is the same",
             "Use shuffle=False if that is meant, or leave out the cache",
