@@ -24,13 +24,21 @@ ENVIRONMENT = os.environ | {"LOCKSTEP_TEST_OPTIMIZED": "1"}  # as users have XLA
 WRITTEN = ("benchmarks/results", "docs/conformity.md")  # what parts write
 SOURCES = (".", *(f":(exclude){path}" for path in WRITTEN))
 
+# Of tests/programs, by replicas and devices, as all of them take hours.
+PROGRAMS = {
+    "one-device": "R2P1 or R3P1",
+    "two-devices": "(R2P2 or R3P2) and not deterministic",
+    "deterministic": "deterministic",
+    "noise": "not numbers_of_plain_keras",
+}
+
 # Tests marked "nightly", by path; the part "rest" takes those of all other paths.
 PATHS = {
     "law-1": ["tests/laws/test_law_1_n_replicas_equal_one_device.py"],
     "law-2": ["tests/laws/test_law_2_any_topology_same_bits.py"],
     "law-3": ["tests/laws/test_law_3_resume.py", "tests/fit/checkpointing"],
     "rows": ["tests/execution/rowwise"],
-    "programs": ["tests/programs"],
+    **{f"programs-{part}": ["tests/programs", "-k", chosen] for part, chosen in PROGRAMS.items()},
 }
 
 # Tests of the suite, which has most of them without XLA's optimizations.
@@ -47,7 +55,7 @@ def commands() -> dict[str, list[str]]:
     """Return the command of each part."""
     workers = os.environ.get("TEST_WORKERS") or str(os.cpu_count() or 2)
     pytest = [sys.executable, "-m", "pytest", "-n", workers, "--dist", "loadgroup", "--durations=10", "-m", "nightly"]
-    named = [path for paths in PATHS.values() for path in paths]
+    named = sorted({path for paths in PATHS.values() for path in paths if path.startswith("tests/")})
     found = {part: [*pytest, *paths] for part, paths in PATHS.items()}
     for part, paths in OPTIMIZED.items():
         found[f"optimized-{part}"] = [*pytest[:-1], "not nightly", *paths]
