@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import logging
+import sqlite3
 import threading
 import traceback
 
@@ -94,6 +95,18 @@ def test_an_error_comes_at_its_batch_with_its_own_traceback():
             reader.take()
         assert "broken" in [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
         reader.close(failed=True)
+
+
+def test_an_object_that_belongs_to_another_thread_is_explained():
+    with contextlib.closing(sqlite3.connect(":memory:")) as connection:
+        reader = Prefetcher(lambda: connection.execute("select 1").fetchone(), lambda: None, 2, "numbers")
+        reader.set_limit(1)
+        with pytest.raises(sqlite3.ProgrammingError, match="thread") as caught:
+            reader.take()
+        reader.close(failed=True)
+    assert caught.value.__notes__ == [
+        "A thread reads the numbers; with InputOptions(prefetch=0) the thread of fit does."
+    ]
 
 
 def test_what_hangs_is_named_and_can_be_left(caplog):
