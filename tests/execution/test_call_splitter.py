@@ -31,6 +31,24 @@ class KeepsRows(keras.Model):
         return ops.sum((y - y_pred) ** 2) / self.kept["rows"]
 
 
+class KeepsRowsInAHelper(KeepsRows):
+    """The same in a layer that Keras never calls, and so never builds."""
+
+    def __init__(self):
+        super().__init__()
+        self.helper = layers.Layer()
+
+    def build(self, shape):
+        self.last.build(shape)
+
+    def call(self, x):
+        self.helper.rows = ops.shape(x)[0]
+        return self.last(x)
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        return ops.sum((y - y_pred) ** 2) / self.helper.rows
+
+
 class CountsCalls(keras.Model):
     """Counts in Python how often it is called, which is no business of its rows."""
 
@@ -216,6 +234,7 @@ def by_rows(x):
 
 CASES = {
     "a number of rows in an attribute": (KeepsRows, X),
+    "a number of rows in a layer that is never built": (KeepsRowsInAHelper, X),
     "a count of calls in an attribute": (CountsCalls, X),
     "a kept tensor with a mask": (KeepsMasked, TOKENS),
     "a masked input of a model": (EncoderDecoder, TOKENS),

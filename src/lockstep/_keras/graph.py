@@ -152,9 +152,8 @@ def attribute_arrays(model: keras.Layer) -> dict[AttributeLeaf, jax.Array]:
 
 
 def attribute_numbers(model: keras.Layer) -> dict[AttributeLeaf, Any]:
-    """Return the numbers of Python and NumPy, and NumPy's arrays, that a model and its layers that are built hold in attributes."""
-    built = [layer for layer in model._flatten_layers() if layer.built]
-    return _attribute_leaves(built, (bool, int, float, complex, np.generic, np.ndarray))
+    """Return the numbers of Python and NumPy, and NumPy's arrays, that a model and its layers hold in attributes."""
+    return _attribute_leaves(model._flatten_layers(), (bool, int, float, complex, np.generic, np.ndarray))
 
 
 def _attribute_leaves(layers: Iterable[keras.Layer], kinds: tuple[type, ...]) -> dict[AttributeLeaf, Any]:
@@ -171,10 +170,13 @@ def _attribute_leaves(layers: Iterable[keras.Layer], kinds: tuple[type, ...]) ->
 def changed_numbers(before: dict[AttributeLeaf, Any], after: dict[AttributeLeaf, Any]) -> dict[AttributeLeaf, Any]:
     """Return the numbers of ``after`` that ``before`` does not have, or not with this value.
 
-    Layers that ``before`` does not have were built meanwhile, which happens once: what they hold now stays.
+    Layers that were made or built meanwhile are left out: that happens once, and what they hold now stays.
     """
-    layers = {layer for layer, _, _ in before}
-    kept = {place: value for place, value in after.items() if place[0] in layers}
+    known = {layer for layer, _, _ in before}
+    built = {
+        place[0] for place, is_built in after.items() if place[1] == "built" and is_built and not before.get(place)
+    }
+    kept = {place: value for place, value in after.items() if place[0] in known - built}
     return {place: value for place, value in kept.items() if not is_equal_number(before.get(place), value)}
 
 
