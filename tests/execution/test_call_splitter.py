@@ -1,6 +1,7 @@
 """What a call of a model leaves besides its outputs (masks, attributes, noise): under replicas as in plain Keras, or on the global batch."""
 
 import contextlib
+import random
 
 import jax
 import keras
@@ -106,6 +107,13 @@ class RunningMean(layers.Layer):
             mean = ops.stop_gradient(ops.concatenate([ops.mean(x, 0), ops.ones(1)]))
             self.mean.assign(0.9 * self.mean + 0.1 * mean)
         return x
+
+
+class DrawsInPython(layers.Layer):
+    """Draws from Python's and NumPy's generators, as ports from PyTorch do: once for each trace."""
+
+    def call(self, x):
+        return x * random.choice([0.5, 1.0, 2.0]) + np.random.uniform(0.1, 0.5)
 
 
 class SummedLoss(layers.Layer):
@@ -244,6 +252,7 @@ CASES = {
     "layers that are built in a step": (Augmented, X),
     "whole numbers without rows": (sequential(WholeNumbers), X),
     "a running mean without a gradient": (sequential(RunningMean), X),
+    "random numbers of Python": (sequential(DrawsInPython), X),
     "losses that a layer reads": (sequential(ReadsLosses), X),
     "a map over the rows": (sequential(lambda: Function(by_rows)), X),
 }
@@ -275,6 +284,7 @@ SPLIT = [
     "layers that are built in a step",
     "whole numbers without rows",
     "a running mean without a gradient",
+    "random numbers of Python",
 ]
 
 

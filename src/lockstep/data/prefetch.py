@@ -181,6 +181,14 @@ def _has_64_bits() -> bool:
     return bool(jax.config.jax_enable_x64)  # type: ignore[attr-defined]  # JAX has no public type for it.
 
 
+_THREAD = "lockstep-prefetch"
+
+
+def is_reading_ahead() -> bool:
+    """Return whether a thread reads batches, whose code may use the global random generators."""
+    return any(thread.name == _THREAD for thread in threading.enumerate())
+
+
 class Prefetcher:
     """Reads up to ``depth`` batches ahead in a separate thread.
 
@@ -263,7 +271,7 @@ class Prefetcher:
         # keep the process alive.
         self._thread_state = trainer.thread_state()
         run = functools.partial(contextvars.copy_context().run, self._run, _has_64_bits())
-        self._thread = threading.Thread(target=run, name="lockstep-prefetch", daemon=True)
+        self._thread = threading.Thread(target=run, name=_THREAD, daemon=True)
         self._thread.start()
 
     def _run(self, has_64_bits: bool) -> None:

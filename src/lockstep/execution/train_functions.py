@@ -7,6 +7,7 @@ metrics, clipping, accumulation and update are therefore Keras's own code on the
 
 import contextlib
 import functools
+import random
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
@@ -14,6 +15,7 @@ from typing import Any
 
 import jax
 import keras
+import numpy as np
 
 from lockstep._keras import trainer
 from lockstep._keras.graph import (
@@ -24,6 +26,7 @@ from lockstep._keras.graph import (
     unsynchronized_normalizations,
 )
 from lockstep._keras.patches import LAYER_CALL, STATELESS_CALL, patched_method
+from lockstep.data.prefetch import is_reading_ahead
 from lockstep.devices.names import device_name
 from lockstep.devices.placement import PlacedRows, Placement, is_rows
 from lockstep.execution.call_splitter import (
@@ -205,9 +208,10 @@ class _ForwardInterceptor:
     ) -> Any:
         """Return what ``original``, the model's ``stateless_call``, returns: outputs, new non-trainable values, and losses if asked for."""
         values = list(trainable_variables), list(non_trainable_variables)
-        function = functools.partial(self._run_original, model, original)
+        function: Callable[..., Any] = functools.partial(self._run_original, model, original)
         if self._is_in_call:
             return function(*values, *args, return_losses=return_losses, **kwargs)
+        function = function if is_reading_ahead() else _drawing_alike(function)
         call = ModelCall.from_arguments(model, function, *values, (args, kwargs), return_losses)
         found = self._call_split(call) if self._splits else self._call_whole(call)
         return found if return_losses else found[:2]
@@ -285,6 +289,29 @@ class _ForwardInterceptor:
             return original(*args, **kwargs)
         finally:
             self._is_in_call = before
+
+
+def _drawing_alike(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function whose calls all draw the same numbers from ``random`` and ``numpy.random``, and leave the state after the first.
+
+    Replicas, and the traces for the proof, call the model's code several times where one device calls it once.
+    """
+    begun, ended = (random.getstate(), np.random.get_state()), list[Any]()
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        _set_random_state(*begun)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            ended[:] = ended or [random.getstate(), np.random.get_state()]
+            _set_random_state(*ended)
+
+    return call
+
+
+def _set_random_state(python: Any, numpy: Any) -> None:
+    random.setstate(python)
+    np.random.set_state(numpy)
 
 
 def _warnings(shown: bool) -> contextlib.AbstractContextManager[Any]:
