@@ -289,12 +289,10 @@ class Prefetcher:
                     self._thread_state = state
                     self._changed.notify_all()
         except BaseException as error:
-            if "thread" in str(
-                error
-            ):  # Such as that of SQLite, whose connections belong to the thread that has made them.
-                error.add_note(
-                    f"A thread reads the {self._name}; with InputOptions(prefetch=0) the thread of fit does."
-                )
+            # Such as that of SQLite, whose connections belong to the thread that has made them.
+            if "thread" in str(error):
+                note = f"A thread reads the {self._name}; with InputOptions(prefetch=0) the thread of fit does."
+                error.add_note(note)
             self._failure = error
         try:
             self._finish()

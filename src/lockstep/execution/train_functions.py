@@ -292,26 +292,32 @@ class _ForwardInterceptor:
 
 
 def _drawing_alike(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function whose calls all draw the same numbers from ``random`` and ``numpy.random``, and leave the state after the first.
+    """Return a function whose calls all draw the same numbers from ``random`` and ``numpy.random``; only the first changes their state.
 
     Replicas, and the traces for the proof, call the model's code several times where one device calls it once.
     """
-    begun, ended = (random.getstate(), np.random.get_state()), list[Any]()
+    begun, calls = _random_state(), 0
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        _set_random_state(*begun)
+        nonlocal calls
+        calls, present = calls + 1, _random_state()
+        _set_random_state(begun)
         try:
             return function(*args, **kwargs)
         finally:
-            ended[:] = ended or [random.getstate(), np.random.get_state()]
-            _set_random_state(*ended)
+            if calls > 1:
+                _set_random_state(present)
 
     return call
 
 
-def _set_random_state(python: Any, numpy: Any) -> None:
-    random.setstate(python)
-    np.random.set_state(numpy)
+def _random_state() -> tuple[Any, Any]:
+    return random.getstate(), np.random.get_state()
+
+
+def _set_random_state(state: tuple[Any, Any]) -> None:
+    random.setstate(state[0])
+    np.random.set_state(state[1])
 
 
 def _warnings(shown: bool) -> contextlib.AbstractContextManager[Any]:
