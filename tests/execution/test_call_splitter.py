@@ -116,6 +116,18 @@ class DrawsInPython(layers.Layer):
         return x * random.choice([0.5, 1.0, 2.0]) + np.random.uniform(0.1, 0.5)
 
 
+def quantised(mode):
+    """Weights of whole numbers, whose layer has a custom derivative that is zero for them, and others that are trained."""
+
+    def make():
+        model = keras.Sequential([keras.Input((6,)), layers.Dense(8), layers.Dense(1)])
+        model.layers[0].quantize(mode)
+        model.layers[0].enable_lora(2)
+        return model
+
+    return make
+
+
 class SummedLoss(layers.Layer):
     """Adds a loss that belongs to no row."""
 
@@ -253,6 +265,8 @@ CASES = {
     "whole numbers without rows": (sequential(WholeNumbers), X),
     "a running mean without a gradient": (sequential(RunningMean), X),
     "random numbers of Python": (sequential(DrawsInPython), X),
+    "int8 weights": (quantised("int8"), X),
+    "int4 weights": (quantised("int4"), X),
     "losses that a layer reads": (sequential(ReadsLosses), X),
     "a map over the rows": (sequential(lambda: Function(by_rows)), X),
 }
@@ -285,6 +299,8 @@ SPLIT = [
     "whole numbers without rows",
     "a running mean without a gradient",
     "random numbers of Python",
+    "int8 weights",
+    "int4 weights",
 ]
 
 

@@ -68,9 +68,11 @@ def test_lora_is_enabled_between_two_trainings():
 
 
 @pytest.mark.parametrize(("mode", "shard"), [("int8", None), ("int4", "variables")])
-def test_lora_on_quantised_weights(shard_all, mode, shard):
+def test_lora_on_quantised_weights(shard_all, mode, shard, caplog):
     net = named("gemma")
-    model = train(net, mirrored(shard=shard), quantized_lora(mode))
+    with caplog.at_level("INFO", logger="lockstep"):
+        model = train(net, mirrored(shard=shard), quantized_lora(mode))
+    assert "global batch" not in caplog.text
     expected = train(net, None, quantized_lora(mode))
     kernel = model.backbone.get_layer("decoder_block_0").attention.query_dense._kernel
     assert kernel.dtype == "int8"  # int4 is kept in bytes, two in each

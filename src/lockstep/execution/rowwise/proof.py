@@ -269,7 +269,10 @@ class _JaxprReader:
                     raise MixedRowsError(
                         f"{pair.name} has a custom derivative that computes other results than the function"
                     )
-            for before, after in zip(own, results[len(found) :], strict=True):
+            zeros = [_are_zero(each.jaxpr, each.jaxpr.outvars[len(found) :]) for each in (one, other)]
+            for before, after, *are_zero in zip(own, results[len(found) :], *zeros, strict=True):
+                if all(are_zero):  # A zero is a sum over the rows, and the gradient of any row.
+                    continue
                 if isinstance(after, Mixed):
                     raise MixedRowsError(f"{pair.name} has a custom derivative, in which {after}")
                 is_kept = after == before or (isinstance(before, RowAxis) and before.uniform)
@@ -344,6 +347,24 @@ class _JaxprReader:
         if not is_fixed(condition):
             raise MixedRowsError("while has a condition that depends on several rows")
         return carry
+
+
+def _are_zero(jaxpr: Jaxpr, results: Sequence[Any]) -> list[bool]:
+    """Return which results are zeros, as derivatives are that a function leaves out."""
+    made = {result: equation for equation in jaxpr.eqns for result in equation.outvars}
+
+    def is_zero(atom: Any) -> bool:
+        if isinstance(atom, Literal):
+            return not np.any(np.asarray(atom.val))
+        equation = made.get(atom)
+        if equation is None:
+            return bool(atom.aval.dtype == jax.dtypes.float0)
+        return equation.primitive.name in _KEEP_ZEROS and is_zero(equation.invars[0])
+
+    return list(map(is_zero, results))
+
+
+_KEEP_ZEROS = ("broadcast_in_dim", "convert_element_type", "reshape")
 
 
 def _is_axis_of(one: RowDependence, other: RowDependence) -> bool:
