@@ -15,7 +15,7 @@ import keras
 import numpy as np
 
 from lockstep._errors import ClusterError, DeviceError, ModelError
-from lockstep._logging import counted
+from lockstep._logging import capitalized, counted
 from lockstep.devices.cpu_devices import (
     HostMemory,
     check_thread_pool,
@@ -180,7 +180,7 @@ def check_layout(call: FitCall) -> Iterator[Finding]:
             what,
             call.at_fit,
             "the first step ends with this error",
-            cure.capitalize() or "Change the rule",
+            capitalized(cure.removesuffix(".")) if cure else "Change the rule",
         )
         return
     if layout is None or all(row.axis is None for row in layout.variables):

@@ -63,8 +63,8 @@ class LearningRateScaling(keras.callbacks.Callback):
 
     Under a strategy the global batch is that of ``fit``, times the optimizer's ``gradient_accumulation_steps``. After the warm-up the
     callback sets nothing, so that ``ReduceLROnPlateau`` and ``LearningRateScheduler`` start from the scaled rate; if another callback sets
-    the rate between two epochs of the warm-up, the warm-up ends and a line is logged. A further ``fit`` continues from the first one, and
-    does not scale again. See ``docs/batch_size.md``.
+    the rate between two epochs of the warm-up, the warm-up ends and a line is logged. A further ``fit`` with the same
+    callback continues from the first one; a new callback would scale the rate that it finds. See ``docs/batch_size.md``.
 
     Args:
         base_batch: rows of the batch that the optimizer's rate was tuned for.

@@ -205,6 +205,16 @@ def test_largest_batch_is_found_within_a_tenth(fixed, slope, bend, devices, is_t
     )
 
 
+def test_largest_batch_is_found_if_steps_that_do_not_fit_recompute():
+    """XLA saves memory there, so that the line through two batches is no guess."""
+
+    def step(rows):
+        return compiled(rows, 3 * rows if 3 * rows <= 28_600 else 28_600 + rows // 100, 28_600)
+
+    fits, fails = largest_batch([step(2), step(64)], step, 28_600, 2)
+    assert 28_600 / (3 * CLOSE_ENOUGH) <= fits <= 28_600 / 3 < fails
+
+
 def test_largest_batch_ends_at_a_failure_of_the_compiler():
     known = [compiled(1, 10, 100), compiled(2, 12, 100)]
     assert largest_batch(known, lambda rows: CompiledStep(rows, None, None, failure="no"), 100, 1) == (2, None)

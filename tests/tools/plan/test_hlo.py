@@ -55,6 +55,28 @@ ENTRY %main (x: f32[1,4]) -> f32[8,4] {{
     assert collectives(text) == [gathered, Collective("reduce-scatter", 106_496), gathered]
 
 
+def test_collectives_in_loops_count_as_often_as_they_run():
+    text = """%add (a: f32[], b: f32[]) -> f32[] {
+}
+%inner (x: f32[4]) -> f32[4] {
+  %all-gather.1 = f32[8]{0} all-gather(%x), channel_id=2
+}
+%body (x: f32[4]) -> f32[4] {
+  %all-reduce.1 = f32[4]{0} all-reduce(%x), channel_id=1, to_apply=%add
+  %w.1 = f32[4]{0} while(%x), condition=%c, body=%inner, backend_config={"known_trip_count":{"n":"3"}}
+}
+ENTRY %main (x: f32[4]) -> f32[4] {
+  %all-reduce.2 = f32[4]{0} all-reduce(%x), channel_id=3, to_apply=%add
+  %w.2 = f32[4]{0} while(%x), condition=%c, body=%body, backend_config={"known_trip_count":{"n":"200"}}
+}
+"""
+    assert [(one.name, one.rounds) for one in collectives(text)] == [
+        ("all-gather", 600),
+        ("all-reduce", 200),
+        ("all-reduce", 1),
+    ]
+
+
 def test_collectives_of_one_size_and_channel_are_several():
     lines = [f"  %r.{number} = f32[4]{{0}} all-reduce(%x), channel_id=1" for number in range(2)]
     text = "\n".join(["ENTRY %main (x: f32[4]) -> f32[4] {", *lines, "}"])

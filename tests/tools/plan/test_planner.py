@@ -80,7 +80,7 @@ def test_a_setting_fits_only_if_the_last_batch_fits_too():
     for last, fits in ((20, True), (80, False)):
         (row,) = planned(["h100:1"], {("h100:1", "replicated"): {64: 30, 40: last}}).rows
         assert (row.fits, row.needed) == (fits, max(last, 30) * GIB)
-        assert row.reason == ("" if fits else "needs 80.0 of 59.3 GiB")
+        assert row.reason == ("" if fits else "needs 80.0 GiB of 59.3 GiB")
     assert planner._too_large([step(64, 30)], None) == "needs 30.0 GiB"
 
 

@@ -51,7 +51,7 @@ def choose_axes(
         num_shards: number of devices of the mesh axis.
     """
     if num_shards == 1:
-        return [AxisChoice(None, "there is one device") for _ in variables]
+        return [AxisChoice(None, "the axis has one device") for _ in variables]
     search = _AxisSearch(read_program(program, num_shards), len(variables), row_axes)
     paths = {array.number: path for array, (path, _) in zip(search.variables, variables, strict=True)}
     chosen = search.best()

@@ -501,6 +501,7 @@ _LINEAR_OPERATIONS = frozenset(
         "transpose",
         "copy_p",
         "broadcast_in_dim",
+        "sharding_constraint",
         "stop_gradient",
     )
 )

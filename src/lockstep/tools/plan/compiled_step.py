@@ -8,7 +8,7 @@ import inspect
 import re
 import time
 import traceback
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -328,11 +328,12 @@ class StepCompiler:
             results=int(analysis.output_size_in_bytes - analysis.alias_size_in_bytes),
             code=int(analysis.generated_code_size_in_bytes),
         )
-        kinds: dict[tuple[str, int | None], list[int]] = defaultdict(list)
+        counts, totals = Counter[tuple[str, int | None]](), Counter[tuple[str, int | None]]()
         for each in collectives(text):
-            kinds[each.name, each.devices].append(each.bytes)
-        ordered = sorted(kinds.items(), key=lambda kind: (kind[0][0], kind[0][1] or 0))
-        found = tuple((name, len(sizes), sum(sizes), devices) for (name, devices), sizes in ordered)
+            counts[each.name, each.devices] += each.rounds
+            totals[each.name, each.devices] += each.rounds * each.bytes
+        ordered = sorted(counts, key=lambda kind: (kind[0], kind[1] or 0))
+        found = tuple((kind[0], counts[kind], totals[kind], kind[1]) for kind in ordered)
         traffic = int(analysis.argument_size_in_bytes) + memory_traffic(text)
         return CompiledStep(rows, memory, memory.total, found, traffic, self._share, seconds)
 
@@ -453,7 +454,8 @@ def _next_try(steps: Mapping[int, CompiledStep], usable: int, devices: int) -> i
         return None
     points = sorted((rows, step.needed) for rows, step in steps.items() if step.needed)
     guess = _guess(points, int(usable * TARGET_SHARE))
-    if guess is None:
+    is_useless = failing is not None and guess is not None and not fitting < guess < failing - devices
+    if guess is None or is_useless:  # What XLA recomputes to save memory makes no line.
         guess = 2 * fitting if failing is None else (fitting + failing) // 2
     most = min(MAX_ROWS * devices, 16 * (fitting or devices)) if failing is None else failing - devices
     rows = min(max(guess, fitting + devices), most) // devices * devices

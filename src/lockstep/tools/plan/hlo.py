@@ -3,6 +3,7 @@
 import functools
 import math
 import re
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -25,6 +26,7 @@ _FREE = {"parameter", "bitcast", "tuple", "get-tuple-element", "constant"}  # in
 _MAY_UPDATE = {"dynamic-update-slice", "fusion", "bitcast", "tuple"}  # instructions that may update an array in place
 _CALLS = {"while", "conditional", "call"}
 _CALLED = re.compile(r"\b(?:body|to_apply|\w+_computations?)=(\{[^}]*\}|%?[\w.\-]+)")
+_FUSED = re.compile(r"\bcalls=(%?[\w.\-]+)")
 _TRIPS = re.compile(r"\"known_trip_count\":\{\"n\":\"(\d+)\"")
 
 
@@ -36,11 +38,13 @@ class Collective:
         name: such as "all-reduce".
         bytes: size of its result on a device.
         devices: number of devices that exchange with each other; None: all, or unknown.
+        rounds: how often it runs, in loops whose length XLA knows.
     """
 
     name: str
     bytes: int
     devices: int | None = None
+    rounds: int = 1
 
 
 def collectives(text: str) -> list[Collective]:
@@ -49,7 +53,7 @@ def collectives(text: str) -> list[Collective]:
     Of a start and a done instruction the start counts. On TPUs an all-reduce in a computation ``all-reduce-scatter`` is a
     reduce-scatter, and a collective that runs beside other work is in several computations, as one chain.
     """
-    found, parts = [], set()
+    found, parts, rounds = [], set(), _rounds_of_computations(text)
     computation = result = ""
     for line in text.splitlines():
         if header := _COMPUTATION.match(line):
@@ -58,12 +62,12 @@ def collectives(text: str) -> list[Collective]:
             shapes, name, start = match.groups()
             if computation.startswith("all-reduce-scatter"):
                 size = _result_bytes(result, is_started=False)
-                found.append(Collective("reduce-scatter", size, _group_size(line)))
+                found.append(Collective("reduce-scatter", size, _group_size(line), rounds[computation]))
                 continue
             size = _result_bytes(shapes, is_started=bool(start) and name != "all-reduce")
             chain = _CHAIN.findall(line)
             if not chain or (name, *chain) not in parts:
-                found.append(Collective(name, size, _group_size(line)))
+                found.append(Collective(name, size, _group_size(line), rounds[computation]))
             parts.add((name, *chain))
     return found
 
@@ -124,6 +128,26 @@ def _rounds(bodies: Mapping[str, Sequence[str]], line: str) -> int:
     text = "\n".join(bodies.get(condition[1], ())) if condition else ""
     limits = re.findall(r" constant\((\d+)\)", text)
     return int(limits[0]) if len(limits) == 1 and re.search(r"ROOT .* compare\(.*direction=LT", text) else 1
+
+
+def _rounds_of_computations(text: str) -> Mapping[str, int]:
+    """Return how often each computation of a program runs, as far as the lengths of loops are known; 1 for others."""
+    bodies, entry = _computations(text)
+    found: defaultdict[str, int] = defaultdict(lambda: 1)
+
+    def visit(name: str, rounds: int) -> None:
+        found[name] = max(found[name], rounds)
+        for line in bodies[name]:
+            match = _RESULT.match(line)
+            own = rounds * _rounds(bodies, line) if match and match[2] == "while" else rounds
+            for names in (*_CALLED.findall(line), *_FUSED.findall(line)):
+                for called in re.findall(r"[\w.\-]+", names):
+                    if called in bodies and found.get(called, 0) < own:
+                        visit(called, own)
+
+    if entry:
+        visit(entry, 1)
+    return found
 
 
 def _updates(bodies: Mapping[str, Sequence[str]], name: str, line: str) -> list[int | None]:

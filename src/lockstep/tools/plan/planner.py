@@ -37,7 +37,7 @@ from lockstep.tools.plan.compiled_step import (
     survey,
 )
 from lockstep.tools.plan.hardware import Target, known_accelerators, parse_target
-from lockstep.tools.plan.render import checks_text, page_of, text_of
+from lockstep.tools.plan.render import checks_text, page_of, size_text, text_of
 from lockstep.tools.plan.worker import (
     Check,
     Ratio,
@@ -547,8 +547,8 @@ def _activations(step: CompiledStep | None, steps: Sequence[CompiledStep], devic
 
 def _too_large(found: Sequence[CompiledStep], usable: int | None) -> str:
     most = max((one.needed for one in found if one.needed), default=None)
-    limit = "" if usable is None else f" of {usable / 2**30:.1f} GiB"
-    return f"needs {most / 2**30:.1f}{limit or ' GiB'}" if most else f"more than the memory{limit}"
+    limit = "" if usable is None else f" of {size_text(usable)}"
+    return f"needs {size_text(most)}{limit}" if most else f"more than the memory{limit}"
 
 
 def _recommend(rows: Sequence[PlanRow]) -> list[str]:

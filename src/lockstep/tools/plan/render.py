@@ -85,7 +85,7 @@ def tables_of(plan: "Plan") -> list[tuple[str, tuple[str, ...], Lines]]:
         (
             "Memory of a device in a step with a whole batch",
             (*first, *_KINDS),
-            [(*name, *(_size(row.kinds[kind]) for kind in _KINDS)) for row, name in named if row.kinds],
+            [(*name, *(size_text(row.kinds[kind]) for kind in _KINDS)) for row, name in named if row.kinds],
         ),
         (
             "Time of a step, estimated",
@@ -108,9 +108,9 @@ def tables_of(plan: "Plan") -> list[tuple[str, tuple[str, ...], Lines]]:
 def _summary_cells(row: "PlanRow") -> tuple[str, ...]:
     return (
         "?" if row.fits is None else "yes" if row.fits else "no",
-        _size(row.needed),
+        size_text(row.needed),
         row.certainty if row.needed else "–",
-        _size(row.usable),
+        size_text(row.usable),
         _largest(row),
         seconds(row.estimate.seconds) if row.estimate else "–",
         f"{row.rows_per_second:,.0f}" if row.rows_per_second else "–",
@@ -133,10 +133,11 @@ def _collective_cells(found: Sequence[tuple[str, int, int, int | None]]) -> tupl
         column = name if name in _COLLECTIVES else "others"
         numbers[column] += number
         sizes[column] += size
-    return tuple(f"{numbers[name]:,}: {_size(sizes[name])}" if numbers[name] else "–" for name in _COLLECTIVES)
+    return tuple(f"{numbers[name]:,}: {size_text(sizes[name])}" if numbers[name] else "–" for name in _COLLECTIVES)
 
 
-def _size(size: float | None) -> str:
+def size_text(size: float | None) -> str:
+    """Format a number of bytes, with its unit."""
     if size is None:
         return "–"
     unit, factor = ("GiB", 1 << 30) if size >= 1 << 30 else ("MiB", 1 << 20) if size >= 1 << 20 else ("KiB", 1 << 10)
@@ -175,9 +176,10 @@ def _memory(plan: "Plan") -> Figure | None:
     if not rows:
         return None
     most = max(sum(kinds.values()) for _, kinds in rows)
-    bars = [Bar(_name(row), [(size / most, _size(size)) for size in kinds.values()]) for row, kinds in rows]
+    bars = [Bar(_name(row), [(size / most, size_text(size)) for size in kinds.values()]) for row, kinds in rows]
     lines = [
-        (_name(row), *map(_size, kinds.values()), _size(sum(kinds.values())), _size(row.usable)) for row, kinds in rows
+        (_name(row), *map(size_text, kinds.values()), size_text(sum(kinds.values())), size_text(row.usable))
+        for row, kinds in rows
     ]
     text = "Memory of one device in a step with a whole batch, as shares of what the largest setting needs."
     return Figure(bar_chart("Memory", _KINDS, bars), text, ("setting", *_KINDS, "all", "of"), tuple(lines))
@@ -212,7 +214,7 @@ def checks_text(checks: Sequence[Check], failures: Sequence[str], path: Path | N
             told += f", predicted {seconds(one.predicted_seconds)}: {ratio:.2f} ×"
         if one.measured_memory and one.predicted_memory:
             ratio = one.measured_memory / one.predicted_memory
-            told += f"; {_size(one.measured_memory)}, predicted {_size(one.predicted_memory)}: {ratio:.2f} ×"
+            told += f"; {size_text(one.measured_memory)}, predicted {size_text(one.predicted_memory)}: {ratio:.2f} ×"
         lines.append(f"{where}: {told}\n")
     lines += [f"{where}: not measured: {reason}\n" for where, _, reason in (line.partition(": ") for line in failures)]
     return "".join([*lines, *([f"kept for later plans in {path}\n"] if path else [])])
