@@ -49,7 +49,8 @@ def test_two_thousand_steps_in_three_hundred_calls_take_nothing(given, devices, 
             before = taken()
         fit(model, *given(tmp_path), rows=8 * STEPS, epochs=1, shuffle=True)
     now = taken()
-    assert now[0] == before[0]
+    # Arrays of earlier tests of this process may be freed meanwhile.
+    assert all(number <= earlier for number, earlier in zip(now[0], before[0], strict=True))
     assert now[1] - before[1] < 20e6
     assert int(model.optimizer.iterations) == CALLS * STEPS
 
