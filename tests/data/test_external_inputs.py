@@ -181,6 +181,23 @@ def test_batches_that_a_loader_writes_over_keep_their_numbers(call):
     np.testing.assert_array_equal(*(one[1] for one in found))
 
 
+def test_a_pass_that_ends_early_ends_the_code_of_a_loader():
+    torch, ended = package("torch"), []
+
+    class Endless(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            try:
+                while True:
+                    yield np.zeros(2, "float32"), np.zeros(1, "float32")
+            finally:
+                ended.append(True)
+
+    batches = make_source(torch.utils.data.DataLoader(Endless(), batch_size=BATCH)).batches()
+    next(batches)
+    batches.close()
+    assert ended
+
+
 def of_tf_shuffled(x, y):
     dataset = package("tensorflow").data.Dataset.from_tensor_slices((x, y))
     return {"x": dataset.shuffle(ROWS, seed=3).batch(BATCH)}

@@ -17,7 +17,7 @@ import numpy as np
 
 from lockstep._errors import InputError
 from lockstep.data.prefetch import BatchReader, InlineReader, Prefetcher, WaitMeter
-from lockstep.data.sources import InputSource
+from lockstep.data.sources import InputSource, decode_torch_state, encode_bytes
 from lockstep.devices.placement import is_on_cpu
 
 _TWISTER_WORDS = 624  # of the state of a Mersenne twister
@@ -105,10 +105,16 @@ def capture_random_state() -> dict[str, Any]:
     kind, keys, position, has_gauss, cached = np.random.get_state()
     found: dict[str, Any] = {
         "random": [version, list(numbers), gauss],
-        "numpy": [kind, _encode(np.asarray(keys, "uint32").tobytes()), int(position), int(has_gauss), float(cached)],
+        "numpy": [
+            kind,
+            encode_bytes(np.asarray(keys, "uint32").tobytes()),
+            int(position),
+            int(has_gauss),
+            float(cached),
+        ],
     }
     if "torch" in sys.modules:
-        found["torch"] = _encode(sys.modules["torch"].get_rng_state().numpy().tobytes())
+        found["torch"] = encode_bytes(sys.modules["torch"].get_rng_state().numpy().tobytes())
     return found
 
 
@@ -139,12 +145,7 @@ def _set_random_state(state: dict[str, Any], python: Any, numpy: Any, torch: Any
     python.setstate((version, tuple(numbers), gauss))
     numpy.set_state((kind, np.frombuffer(base64.b64decode(keys), "uint32"), position, has_gauss, cached))
     if "torch" in state and torch is not None:
-        own = np.frombuffer(base64.b64decode(state["torch"]), "uint8").copy()
-        (getattr(torch, "set_rng_state", None) or torch.set_state)(sys.modules["torch"].from_numpy(own))
-
-
-def _encode(data: bytes) -> str:
-    return base64.b64encode(data).decode()
+        (getattr(torch, "set_rng_state", None) or torch.set_state)(decode_torch_state(state["torch"]))
 
 
 Place = Callable[[Any], Any]

@@ -171,8 +171,8 @@ class _ShuffledData:
         """See :meth:`InputSource.order_state`."""
         if trainer.is_tf_dataset(self._data):
             return {"passes": _passes.get(self._data, 0)}
-        states = [generator.get_state().numpy().tobytes() for generator in self._torch_generators]
-        return {"torch": [base64.b64encode(state).decode() for state in states]} if states else None
+        states = [encode_bytes(generator.get_state().numpy().tobytes()) for generator in self._torch_generators]
+        return {"torch": states} if states else None
 
     def restore(self, state: dict[str, Any] | None) -> None:
         """See :meth:`InputSource.restore_order`."""
@@ -187,8 +187,7 @@ class _ShuffledData:
                     f"{self._name}: {-missing} passes more than before have begun, so its order may be another one."
                 )
         for generator, kept in zip(self._torch_generators, state.get("torch", ()), strict=False):
-            bits = np.frombuffer(base64.b64decode(kept), "uint8").copy()
-            generator.set_state(sys.modules["torch"].from_numpy(bits))
+            generator.set_state(decode_torch_state(kept))
 
     @property
     def _torch_generators(self) -> list[Any]:
@@ -201,6 +200,16 @@ class _ShuffledData:
         return list({id(one): one for one in found if isinstance(one, torch.Generator)}.values())
 
 
+def encode_bytes(data: bytes) -> str:
+    """Return bytes as text for JSON."""
+    return base64.b64encode(data).decode()
+
+
+def decode_torch_state(kept: str) -> Any:
+    """Return the state of a generator of torch, from the text of its bytes."""
+    return sys.modules["torch"].from_numpy(np.frombuffer(base64.b64decode(kept), "uint8").copy())
+
+
 def check_order_state(state: Any) -> None:
     """Raise ValueError if this is no result of :meth:`InputSource.order_state`. No generator changes."""
     if type(state) is not dict or len(state) != 1:
@@ -210,9 +219,9 @@ def check_order_state(state: Any) -> None:
     torch = sys.modules.get("torch")
     try:
         for kept in state["torch"]:
-            bits = np.frombuffer(base64.b64decode(kept), "uint8").copy()
+            base64.b64decode(kept)
             if torch:
-                torch.Generator().set_state(torch.from_numpy(bits))
+                torch.Generator().set_state(decode_torch_state(kept))
     except (LookupError, RuntimeError, TypeError, ValueError) as error:
         raise ValueError(f"no state of an order: {error}") from None
 
@@ -248,7 +257,7 @@ class AdapterSource(InputSource):
         """See :class:`InputSource`."""
         self._order.note_pass()
         batches = iter(self._adapter.get_jax_iterator())
-        return map(_copied, batches) if trainer.may_reuse_memory(self._adapter) else batches
+        return _copied(batches) if trainer.may_reuse_memory(self._adapter) else batches
 
     def order_state(self) -> dict[str, Any] | None:
         """See :class:`InputSource`."""
@@ -267,9 +276,10 @@ class AdapterSource(InputSource):
         self._adapter.on_epoch_end()
 
 
-def _copied(batch: Any) -> Any:
-    """Return a copy of a batch: the user's code may write the next one into the same memory while a step still reads this one."""
-    return jax.tree.map(lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf, batch)
+def _copied(batches: Iterable[Any]) -> Iterator[Any]:
+    """Yield copies: the user's code may write the next batch into the same memory while a step still reads this one."""
+    for batch in batches:
+        yield jax.tree.map(lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf, batch)
 
 
 class _UserCodeSource(InputSource):
@@ -294,8 +304,7 @@ class _UserCodeSource(InputSource):
         return lambda number: next(self._copied(iter([made(number)])))
 
     def _copied(self, batches: Iterator[Any]) -> Iterator[Any]:
-        for batch in trainer.get_jax_iterator(batches):
-            yield _copied(batch)
+        return _copied(trainer.get_jax_iterator(batches))
 
 
 class _LeftoverSource(_UserCodeSource):
