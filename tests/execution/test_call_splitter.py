@@ -272,6 +272,11 @@ CASES = {
 }
 
 
+def slow_if_quantised(names):
+    """Return the names of cases, marked as slow where weights are quantised."""
+    return [pytest.param(name, marks=pytest.mark.slow) if name.startswith("int") else name for name in names]
+
+
 def trained(make, data, scope, rows=ROWS):
     keras.utils.set_random_seed(0)
     with scope:
@@ -283,7 +288,7 @@ def trained(make, data, scope, rows=ROWS):
 
 
 @pytest.mark.parametrize(("replicas", "rows"), [(2, ROWS), (3, ROWS - 3)], ids=["even", "uneven"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", slow_if_quantised(CASES))
 def test_what_a_call_leaves_is_that_of_one_device(name, replicas, rows):
     make, data = CASES[name]
     strategy = lockstep.MirroredStrategy(["cpu:0", "cpu:1"], replicas=replicas)
@@ -304,7 +309,7 @@ SPLIT = [
 ]
 
 
-@pytest.mark.parametrize("name", SPLIT)
+@pytest.mark.parametrize("name", slow_if_quantised(SPLIT))
 def test_what_depends_on_no_other_row_is_split(name, caplog):
     with caplog.at_level("INFO", logger="lockstep"):
         trained(CASES[name][0], X, lockstep.MirroredStrategy(["cpu:0", "cpu:1"]).scope())

@@ -226,7 +226,9 @@ class AllReduceMeasurement:
     seconds: float
 
 
-def predict_seconds(algorithm: str, nbytes: float, devices: int, network: Network) -> float:
+def predict_seconds(
+    algorithm: str, nbytes: float, devices: int, network: Network, groups: np.ndarray | None = None
+) -> float:
     """Return the seconds that an all-reduce takes by the model.
 
     Args:
@@ -234,6 +236,7 @@ def predict_seconds(algorithm: str, nbytes: float, devices: int, network: Networ
         nbytes: bytes that each device holds.
         devices: number of devices.
         network: costs of messages.
+        groups: numbers of devices, ``(groups, devices)``: each group does an all-reduce at the same time; None: the first devices do one.
 
     Raises:
         OptionError: there is no formula of that name.
@@ -244,9 +247,13 @@ def predict_seconds(algorithm: str, nbytes: float, devices: int, network: Networ
         >>> predict_seconds("ring", 1e8, 64, network) < predict_seconds("reduce_to_one", 1e8, 64, network)
         True
     """
+    groups = np.arange(devices)[None] if groups is None else groups
     return sum(
         stage.rounds
-        * (network.seconds(stage.pairs, stage.sent * nbytes) + stage.added * nbytes * network.seconds_per_added_byte)
+        * (
+            network.seconds(groups[:, stage.pairs].reshape(-1, 2), stage.sent * nbytes)
+            + stage.added * nbytes * network.seconds_per_added_byte
+        )
         for stage in _stages(algorithm, devices)
     )
 

@@ -212,13 +212,12 @@ def _check_steps(
     steps = measure_steps(functions, batches)
     size = (batches.batches_per_pass or 0, bytes_of_data(batches.batches[0]))
     found = check_input_speed(batches, steps, call.at_fit) + list(check_memory(call, steps.bytes, size))
-    lines = []
+    timed = f"training steps on a copy of the state: {1000 * steps.seconds:.2f} ms each"
     if batches.seconds is not None:
-        lines.append(
-            f"training steps on a copy of the state: {1000 * steps.seconds:.2f} ms each, {1000 * batches.seconds:.2f} ms "
-            f"to read a batch; {100 * waiting_share(batches, steps):.0f} % of the time would be spent waiting for data"
+        timed += (
+            f", {1000 * batches.seconds:.2f} ms to read a batch; "
+            f"{100 * waiting_share(batches, steps):.0f} % of the time would be spent waiting for data"
         )
     memory = steps.bytes or minimum_bytes(call)
     what = "a step" if steps.bytes else "weights, gradients and optimizer (JAX does not say what a step needs)"
-    lines.append(f"memory of {what}: {memory / 2**20:.1f} MiB on each device")
-    return found, lines, []
+    return found, [timed, f"memory of {what}: {memory / 2**20:.1f} MiB on each device"], []

@@ -247,13 +247,13 @@ def _check_classes(output: ClassificationOutput, call: FitCall) -> Iterator[Find
     classes = shape[-1]
     if len(shape) > 1 and any(isinstance(x, keras.layers.Masking) or _masks(x) for x in layers_of(call.model)):
         return  # Masked time steps may have any label.
-    wrong, which_rows = _wrong_labels(
+    wrong, rows = _wrong_labels(
         output, call, lambda y: (y < 0) | (y >= classes) | (y != np.floor(y)), output.loss.ignored
     )
     if wrong.size:
         yield Finding(
             "labels-out-of-range",
-            f"labels such as {_shown(wrong)} for {classes} classes, in {which_rows}",
+            f"labels such as {_shown(wrong)} for {classes} classes, in {rows}",
             f"y for {output.where}, {call.at_fit}",
             "on JAX a row with an unknown class adds 0 to the loss and is not trained on, without an error",
             f"Number the classes from 0 to {classes - 1} without a gap, or give the layer a unit for each; ignore_class=… leaves one out",
@@ -261,11 +261,11 @@ def _check_classes(output: ClassificationOutput, call: FitCall) -> Iterator[Find
 
 
 def _check_binary(output: ClassificationOutput, call: FitCall) -> Iterator[Finding]:
-    wrong, which_rows = _wrong_labels(output, call, lambda y: (y < 0) | (y > 1))
+    wrong, rows = _wrong_labels(output, call, lambda y: (y < 0) | (y > 1))
     if wrong.size:
         yield Finding(
             "labels-out-of-range",
-            f"labels such as {_shown(wrong)} for a binary cross-entropy, in {which_rows}",
+            f"labels such as {_shown(wrong)} for a binary cross-entropy, in {rows}",
             f"y for {output.where}, {call.at_fit}",
             "the loss falls below 0 there, and drives the outputs to their extremes",
             "Bring the labels to 0 and 1",
@@ -275,7 +275,7 @@ def _check_binary(output: ClassificationOutput, call: FitCall) -> Iterator[Findi
 def _wrong_labels(
     output: ClassificationOutput, call: FitCall, is_wrong: Callable[[Any], Any], ignored: int | None = None
 ) -> Any:
-    """Return wrong labels with a weight other than 0, and the text of which rows were checked."""
+    """Return wrong labels with a weight other than 0, and the text of in how many rows they are."""
     labels, which_rows = sample_rows(output.labels, call.max_values)
     labels = labels.astype("float64")
     counts = np.ones(len(labels), bool)
@@ -284,7 +284,8 @@ def _wrong_labels(
         every = sampling_stride(output.labels, call.max_values)
         counts = counts & (weights is not None and np.asarray(weights[::every]).reshape(len(labels), -1).any(-1))
     wrong = is_wrong(labels) & np.isfinite(labels) & (True if ignored is None else labels != ignored)
-    return labels[counts][wrong[counts]], which_rows
+    wrong[~counts] = False
+    return labels[wrong], f"{count_bad_rows(wrong)} of {which_rows}"
 
 
 def _masks(layer: Any) -> bool:

@@ -40,6 +40,7 @@ def test_what_is_finished_is_not_trained_again_unless_asked(tmp_path, caplog):
     assert more.heard == [(epoch, step) for epoch in (3, 4) for step in range(5)]
 
 
+@pytest.mark.slow
 def test_an_extension_that_is_broken_off_is_resumed_by_the_same_program(tmp_path):
     expected = Run(None, epochs=2).fit(backup=False)
     Run(tmp_path, epochs=1).fit()
@@ -66,6 +67,7 @@ def test_epochs_of_an_extension_count_from_the_end_of_the_run_before(metadata, c
     assert resumed.epochs == epochs
 
 
+@pytest.mark.slow
 def test_a_call_for_fewer_epochs_keeps_the_position_of_the_run(tmp_path):
     assert Run(tmp_path, options={"save_freq": 1}).fit(stop=8) is None
     Run(tmp_path, epochs=1).fit()
@@ -226,6 +228,7 @@ def test_other_data_are_refused(tmp_path):
         Run(tmp_path, given={"x": x + 1, "y": y, "batch_size": 16}).fit()
 
 
+@pytest.mark.slow
 def test_a_replay_may_be_refused(tmp_path):
     Run(tmp_path, "generator").fit(4)
     options = {"save_freq": 2, "replay": False}

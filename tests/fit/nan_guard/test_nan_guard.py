@@ -60,6 +60,7 @@ def test_it_stops_before_the_bad_step_and_says_why(cause, deterministic, devices
     assert left_by(model) == left_before_the_bad_step(deterministic, devices, steps_at_once)
 
 
+@pytest.mark.slow
 def test_accelerators_compare_without_a_branch_for_which_they_would_wait(monkeypatch):
     monkeypatch.setattr(nonfinite_gate, "platform_of", lambda device: "gpu")
     without_branches = SimpleNamespace(optimization_barrier=jax.lax.optimization_barrier)
@@ -117,6 +118,7 @@ def test_too_many_in_a_row_stop_it_in_the_next_epoch_too():
     assert guard.skipped == 2
 
 
+@pytest.mark.slow
 def test_too_many_rollbacks_stop_it(tmp_path):
     x, y = data("input", bad_steps=[1, 3, 5])
     guard = NanGuard("rollback", max_rollbacks=2)
@@ -344,6 +346,7 @@ def test_what_cannot_be_is_refused():
         model.fit(*data(), callbacks=[NanGuard()], verbose=0)
 
 
+@pytest.mark.slow
 def test_it_may_be_given_to_evaluate_and_used_again():
     run, guard = Run(), NanGuard("skip")
     x, y = data("layer")

@@ -126,6 +126,23 @@ def test_survey_counts_operations_of_a_row_and_the_dtype_of_most_weights():
     assert 4 * 64 * 64 < found.flops_per_row < 10 * 64 * 64
 
 
+@pytest.mark.parametrize("batch", [1, 16])
+def test_operations_of_the_optimizer_do_not_grow_with_the_rows(batch):
+    model = keras.Sequential([keras.Input((256,)), keras.layers.Dense(256)])
+    model.compile("adam", "mse")
+    data = np.zeros((32, 256)), np.zeros((32, 256))
+    found = survey(TrainingCall.of_fit(model, data, {"batch_size": batch}))
+    assert found.flops_per_row == pytest.approx(4 * 256 * 256, rel=0.2)
+    assert 5 * 256 * 256 < found.flops_per_step < 30 * 256 * 256
+
+
+def test_operations_of_a_model_for_batches_of_one_size_are_counted():
+    model = keras.Sequential([keras.Input(batch_shape=(8, 64)), keras.layers.Dense(64)])
+    model.compile("sgd", "mse")
+    found = survey(TrainingCall.of_fit(model, (np.zeros((32, 64)), np.zeros((32, 64))), {"batch_size": 8}))
+    assert found.flops_per_row > 4 * 64 * 64
+
+
 def meshed(*units, embedding=False):
     layers = [keras.layers.Dense(count) for count in units]
     first = [keras.Input((1,)), keras.layers.Embedding(4096, 66), keras.layers.Flatten()]
@@ -149,7 +166,8 @@ def test_a_mesh_shares_out_operations_as_far_as_layers_are_sharded(monkeypatch, 
     call, target = meshed(*units, **options), parse_target(f"cpu:{devices}")
     step = StepCompiler(call, target, "model").compile(64)
     assert 1 / 4 < step.share < 1
-    operations = 64 / (devices // 4) * survey(call).flops_per_row * step.share
+    found = survey(call)
+    operations = (64 / (devices // 4) * found.flops_per_row + found.flops_per_step) * step.share
     assert operations == pytest.approx(programs[0].cost_analysis()["flops"], rel=0.2)
 
 

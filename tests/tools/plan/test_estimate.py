@@ -74,7 +74,7 @@ def test_time_is_unknown_without_a_figure(unknown):
 
 
 def test_a_mesh_shares_out_rows_and_products_and_exchanges_in_groups():
-    mesh = dataclasses.replace(STEP, rows=8, collectives=(("all-reduce", 1, 8000, 2),))
+    mesh = dataclasses.replace(STEP, rows=8, collectives=(("all-reduce", 1, 8000, (0, 1)),))
     alone = dataclasses.replace(STEP, rows=8, collectives=(("all-reduce", 1, 8000, None),))
     found, expected = of(mesh, devices=4, strategy="model:2"), of(alone, devices=2, strategy="model:1")
     assert found.communication == expected.communication
@@ -83,3 +83,33 @@ def test_a_mesh_shares_out_rows_and_products_and_exchanges_in_groups():
     assert (
         of(mesh, devices=8, strategy="model:8").arithmetic == 8 * of(mesh, devices=8).arithmetic
     )  # all on each device
+
+
+def test_the_operations_of_any_step_are_shared_out_with_the_variables():
+    survey = dataclasses.replace(SURVEY, flops_per_step=8e9)
+    assert of(survey=survey).operations == 4e9 + 8e9  # four rows, and all variables
+    assert of(survey=survey, strategy="optimizer").operations == 4e9 + 2e9
+
+
+GROUPS_OVER_MACHINES = [  # of 16 devices in machines of 8: what leaves a machine at the same time
+    (tuple(range(4)), 0),
+    (tuple(range(8)), 0),
+    (tuple(range(16)), 1),
+    ((0, 8), 8),
+    ((0, 4, 8, 12), 4),
+]
+
+
+@pytest.mark.parametrize(("group", "crossing"), GROUPS_OVER_MACHINES)
+def test_groups_that_reach_over_machines_share_their_link(group, crossing):
+    step = dataclasses.replace(STEP, collectives=(("all-reduce", 1, 8000, group),))
+    sent = 8000 / len(group)
+    one = 1e-2 + crossing * sent * 1e-5 if crossing else 1e-3 + sent * 1e-6
+    assert of(step, devices=16, strategy="model").communication == pytest.approx(2 * (len(group) - 1) * one)
+
+
+@pytest.mark.parametrize(("pairs", "is_far"), [((0, 1, 8, 9), False), ((7, 8), True), (None, True)])
+def test_a_permute_is_as_slow_as_its_slowest_message(pairs, is_far):
+    step = dataclasses.replace(STEP, collectives=(("collective-permute", 2, 4000, pairs),))
+    one = 1e-2 + 2000 * 1e-5 if is_far else 1e-3 + 2000 * 1e-6
+    assert of(step, devices=16).communication == pytest.approx(2 * one)

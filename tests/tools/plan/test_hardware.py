@@ -116,6 +116,10 @@ def test_usable_memory_of_a_gpu_is_the_share_that_jax_takes(monkeypatch):
     assert h100.usable_memory == h100.memory * 3 // 4
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
     assert h100.usable_memory == h100.memory // 2
+    for text in ("half", "inf"):
+        monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", text)
+        with pytest.raises(OptionError, match=rf"^XLA_PYTHON_CLIENT_MEM_FRACTION: expected a share .*, got '{text}'"):
+            _ = h100.usable_memory
 
 
 def test_links_between_machines_are_slower_only_for_gpus():

@@ -1,6 +1,12 @@
 """What is read from the text of compiled programs, for instructions as XLA writes them for CPUs, GPUs and TPUs."""
 
+import functools
+
+import jax
+import numpy as np
 import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 from lockstep.tools.plan.hlo import Collective, collectives, memory_traffic
 from tests.support.hlo import donated, host_instructions
@@ -191,17 +197,38 @@ def test_memory_traffic_of_an_update_in_place_is_that_of_the_update(line, rows):
 
 
 @pytest.mark.parametrize(
-    ("groups", "devices"),
+    ("groups", "first"),
     [
-        ("replica_groups={{0,1,2},{3,4,5}}, use_global_device_ids=true", 3),
-        ("replica_groups=[2,4]<=[8], use_global_device_ids=true", 4),
-        ("replica_groups=[4,2]<=[2,4]T(1,0), dimensions={0}", 2),
-        ("replica_groups=mesh['axis_0'=2,'axis_1'=4] {'axis_1'}, to_apply=%add", 4),
-        ("replica_groups=mesh['axis_0'=2,'axis_1'=1,'axis_2'=3], device_ids=([2,2]T(1,0)) {'axis_0','axis_2'}", 6),
+        ("replica_groups={{0,1,2},{3,4,5}}, use_global_device_ids=true", (0, 1, 2)),
+        ("replica_groups={{0,2},{1,3}}, use_global_device_ids=true", (0, 2)),
+        ("replica_groups=[2,4]<=[8], use_global_device_ids=true", (0, 1, 2, 3)),
+        ("replica_groups=[4,2]<=[2,4]T(1,0), dimensions={0}", (0, 4)),
+        ("replica_groups=mesh['axis_0'=2,'axis_1'=4] {'axis_1'}, to_apply=%add", (0, 1, 2, 3)),
+        ("replica_groups=mesh['axis_0'=2,'axis_1'=4] {'axis_0'}, to_apply=%add", (0, 4)),
+        ("replica_groups=mesh['a'=2,'b'=2,'c'=2] {'a','c'}, to_apply=%add", (0, 1, 4, 5)),
+        ("replica_groups=mesh['a'=2,'b'=2,'c'=3], device_ids=([2,6]T(1,0)) {'b'}, to_apply=%add", (0, 7)),
+        ("replica_groups=mesh['a'=2,'b'=2], device_ids=(0,2,1,3) {'b'}, to_apply=%add", (0, 2)),
+        ("replica_groups=mesh['a'=8] {'a':(1)2}, to_apply=%add", (0, 4)),
+        ("replica_groups=mesh['a'=8] {'a':(2)2}, to_apply=%add", (0, 2)),
         ("to_apply=%add", None),
     ],
 )
-def test_groups_of_devices_are_counted(groups, devices):
+def test_the_first_group_of_devices_is_read(groups, first):
     assert collectives(f"  %r = f32[4]{{0}} all-reduce(%x), channel_id=1, {groups}") == [
-        Collective("all-reduce", 16, devices)
+        Collective("all-reduce", 16, first)
     ]
+
+
+def test_groups_are_those_of_a_mesh_that_xla_has_compiled():
+    mesh = Mesh(np.array(jax.devices()[:8]).reshape(2, 4), ("data", "model"))
+    for axis, first in (("data", (0, 4)), ("model", (0, 1, 2, 3))):
+        sum_over = functools.partial(jax.lax.psum, axis_name=axis)
+        others = P(None, "model") if axis == "data" else P("data")
+        summed = jax.shard_map(sum_over, mesh=mesh, in_specs=P("data", "model"), out_specs=others)
+        program = jax.jit(summed).lower(jax.ShapeDtypeStruct((8, 8), "float32")).compile()
+        assert [each.group for each in collectives(program.as_text() or "")] == [first]
+
+
+def test_senders_and_receivers_of_a_permute_are_read():
+    line = "  %r = f32[4]{0} collective-permute(%x), channel_id=1, source_target_pairs={{0,1},{1,2},{2,0}}"
+    assert collectives(line) == [Collective("collective-permute", 16, (0, 1, 1, 2, 2, 0))]

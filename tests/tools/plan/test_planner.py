@@ -16,7 +16,7 @@ from lockstep.collectives.cost_model import NetworkLink
 from lockstep.devices.cpu_devices import HostMemory
 from lockstep.tools.plan import planner, worker
 from lockstep.tools.plan.compiled_step import CompiledStep, Memory, Survey, TrainingCall
-from lockstep.tools.plan.hardware import Accelerator, parse_target
+from lockstep.tools.plan.hardware import Accelerator, known_accelerators, parse_target
 from lockstep.tools.plan.planner import PlanOptions, plan_script
 from lockstep.tools.plan.render import text_of
 from lockstep.tools.plan.worker import Check, TargetResult, check_steps, keep_checks, ratios_of, result_from_json
@@ -87,6 +87,16 @@ def test_a_setting_fits_only_if_the_last_batch_fits_too():
 def test_a_setting_is_unknown_if_its_last_batch_was_not_compiled():
     (row,) = planned(["h100:1"], {("h100:1", "replicated"): {64: 30}}).rows
     assert row.fits is None
+
+
+def test_what_fits_is_unknown_if_the_memory_is(tmp_path):
+    file = tmp_path / "own.toml"
+    file.write_text("[ours]\nname = 'ours'\nplatform = 'cuda'\nsource = 'a test'\n")
+    asked = PlanOptions((parse_target("ours:8", known_accelerators(file)),), ("replicated",), (64,))
+    found = TargetResult("ours:8", "replicated", (step(64, 30), step(40, 30)))
+    (row,) = planner._planned("a net", SURVEY, [found], asked, ()).rows
+    assert (row.fits, row.needed) == (None, 30 * GIB)
+    assert row.reason == "the memory of such a device is unknown. Fix: describe it with --hardware-file."
 
 
 def test_memory_is_divided_into_kinds_that_add_up():
@@ -205,7 +215,7 @@ def test_a_result_survives_its_way_as_json():
     result = TargetResult(
         "h100:8",
         "variables",
-        (step(8, 5, (("all-gather", 2, 10),)), CompiledStep(9, None, 7)),
+        (step(8, 5, (("all-gather", 2, 10, (0, 4)), ("all-reduce", 1, 5, None))), CompiledStep(9, None, 7)),
         (8, 9),
         ("a note",),
         "no",
@@ -394,7 +404,7 @@ def test_limits_of_time_and_memory_end_a_child_and_are_named(tmp_path, capsys):
     slow = script(tmp_path, code="import time\ntime.sleep(600)\n")
     began = time.monotonic()
     assert cli.main(["plan", "--for", "cpu:1", "--limit", "1", slow]) == 2
-    assert "train.py: Not finished within 1 s." in capsys.readouterr().err
+    assert "train.py: Not finished within 1 s. Fix: raise --limit." in capsys.readouterr().err
     assert cli.main(["plan", "--for", "cpu:1", "--memory", "0.001", slow]) == 2
     assert "train.py: It took more than 0.0 GB of memory." in capsys.readouterr().err
     found = run_child("lockstep.tools.plan.worker", {}, 600, os.environ, is_over=lambda: True)

@@ -390,6 +390,7 @@ def test_a_terminal_gets_a_bar_and_a_line_for_each_setting():
     assert "1/1" in stream.getvalue()
 
 
+@pytest.mark.slow
 def test_a_script_without_fit_is_tried_once(tmp_path, capsys):
     script, runs = tmp_path / "empty.py", tmp_path / "runs"
     script.write_text(f"print('run', file=open({str(runs)!r}, 'a'))\n")

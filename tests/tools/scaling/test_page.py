@@ -179,6 +179,7 @@ def test_charts_are_drawn_on_light_and_on_dark_paper(browser, page, tmp_path):
             assert len(saturated) > 100
 
 
+@pytest.mark.slow
 def test_a_window_of_500_shows_the_text_dark_on_light(browser, page, tmp_path):
     shown = picture(browser, page, tmp_path, 500, 900, "--blink-settings=preferredColorScheme=1")
     assert shown.min() < 80

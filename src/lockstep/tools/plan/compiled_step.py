@@ -81,6 +81,7 @@ _NOT_SHARDED = (
     "another size of the axis (--strategy model:SIZE)."
 )
 _PRIMITIVE = re.compile(r"primitive '([\w\-]+)'")
+Group = tuple[int, ...] | None
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
@@ -162,8 +163,8 @@ class CompiledStep:
         rows: number of rows of the global batch.
         memory: on one device; None if the program does not fit or could not be compiled.
         needed: bytes on one device, also where the compiler has refused a program that does not fit; None if unknown.
-        collectives: for each kind its name, number, bytes of the results on a device, and the number of devices that exchange with each
-            other, None for all.
+        collectives: for each kind its name, number, bytes of the results on a device, and the first devices that exchange with each
+            other, None for all; see :class:`~lockstep.tools.plan.hlo.Collective`.
         traffic: bytes that a device reads and writes in its memory, if each array is written and read once.
         share: the part of the operations of its rows that a device does: less than 1 if layers are sharded over a mesh.
         seconds: that compiling took.
@@ -173,7 +174,7 @@ class CompiledStep:
     rows: int
     memory: Memory | None
     needed: int | None
-    collectives: tuple[tuple[str, int, int, int | None], ...] = ()
+    collectives: tuple[tuple[str, int, int, Group], ...] = ()
     traffic: int = 0
     share: float = 1.0
     seconds: float = 0.0
@@ -193,7 +194,8 @@ class Survey:
         rows: number of rows of the training data; None if unknown.
         has_own_batches: whether the input has batches already.
         dtype: in which the model computes.
-        flops_per_row: floating-point operations of a training step; None if XLA cannot count them.
+        flops_per_row: floating-point operations of a training step that each row adds; None if XLA cannot count them.
+        flops_per_step: those of a step whatever its rows are, such as the optimizer's.
         state_bytes: size of weights and optimizer, which every process that compiles has in memory.
     """
 
@@ -202,6 +204,7 @@ class Survey:
     has_own_batches: bool
     dtype: str
     flops_per_row: float | None
+    flops_per_step: float = 0.0
     state_bytes: int = 0
 
 
@@ -217,10 +220,23 @@ def survey(call: TrainingCall) -> Survey:
         Exception: of any type, if a training step of the call fails.
     """
     state = trainer.training_state(call.model, call.row)
-    flops = flops_of_step(call.model, state, repeat_row(call.row, call.batch))
-    per_row = flops / call.batch if flops else None
+    per_row, per_step = _operations(call, state)
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
-    return Survey(call.batch, call.rows, call.has_own_batches, _compute_dtype(call.model), per_row, size)
+    return Survey(call.batch, call.rows, call.has_own_batches, _compute_dtype(call.model), per_row, per_step, size)
+
+
+def _operations(call: TrainingCall, state: Any) -> tuple[float | None, float]:
+    """Return the operations that each row of a step adds, and those of any step: by the line through two batches."""
+    once = flops_of_step(call.model, state, repeat_row(call.row, call.batch))
+    if once is None:
+        return None, 0.0
+    try:
+        twice = flops_of_step(call.model, state, repeat_row(call.row, 2 * call.batch))
+    except Exception:  # of a model for batches of one size, of any type
+        twice = None
+    if twice is None or not once < twice <= 2 * once:
+        return once / call.batch, 0.0
+    return (twice - once) / call.batch, 2 * once - twice
 
 
 def _compute_dtype(model: keras.Model) -> str:
@@ -328,11 +344,11 @@ class StepCompiler:
             results=int(analysis.output_size_in_bytes - analysis.alias_size_in_bytes),
             code=int(analysis.generated_code_size_in_bytes),
         )
-        counts, totals = Counter[tuple[str, int | None]](), Counter[tuple[str, int | None]]()
+        counts, totals = Counter[tuple[str, Group]](), Counter[tuple[str, Group]]()
         for each in collectives(text):
-            counts[each.name, each.devices] += each.rounds
-            totals[each.name, each.devices] += each.rounds * each.bytes
-        ordered = sorted(counts, key=lambda kind: (kind[0], kind[1] or 0))
+            counts[each.name, each.group] += each.rounds
+            totals[each.name, each.group] += each.rounds * each.bytes
+        ordered = sorted(counts, key=lambda kind: (kind[0], kind[1] or ()))
         found = tuple((kind[0], counts[kind], totals[kind], kind[1]) for kind in ordered)
         traffic = int(analysis.argument_size_in_bytes) + memory_traffic(text)
         return CompiledStep(rows, memory, memory.total, found, traffic, self._share, seconds)
@@ -545,30 +561,43 @@ def estimate(
         return None
     groups = target.count // model_axis_of(strategy, target.count)  # of devices that compute the same rows
     rows = -(-step.rows // groups)  # of the group that has most
-    operations = rows * surveyed.flops_per_row * step.share * (RECOMPUTED if "recompute" in strategy else 1.0)
-    communication = sum(
-        _seconds(name, number, size, devices or target.count, network)
-        for name, number, size, devices in step.collectives
-    )
+    planned = STRATEGIES[strategy.partition(":")[0]]
+    of_rows = rows * surveyed.flops_per_row * step.share * (RECOMPUTED if planned.recompute else 1.0)
+    of_step = surveyed.flops_per_step * (1 / target.count if planned.shard else step.share)
+    communication = sum(_seconds(*one, target.count, network) for one in step.collectives)
+    operations = of_rows + of_step
     return Estimate(operations, operations / peak, step.traffic / bandwidth, communication)
 
 
-def _seconds(name: str, number: int, size: int, devices: int, network: Network) -> float:
-    """Return the seconds of collectives of one kind, as rings.
+def _seconds(name: str, number: int, size: int, group: Group, count: int, network: Network) -> float:
+    """Return the seconds of collectives of one kind, as rings of all groups at the same time.
 
     Args:
         name: such as "all-reduce".
         number: number of collectives.
         size: bytes of their results on a device.
-        devices: number of devices.
+        group: the first devices that exchange with each other; None: all.
+        count: number of all devices.
         network: their links.
     """
-    if devices == 1:
-        return 0.0
-    if name == "all-reduce":
-        return number * predict_seconds("ring", size / number, devices, network)
-    if name in ("all-gather", "reduce-scatter", "all-to-all"):  # Half of the rounds of an all-reduce.
+    if name in ("all-reduce", "all-gather", "reduce-scatter", "all-to-all"):
+        groups = _all_groups(tuple(range(count)) if group is None else group, count)
+        devices = groups.shape[1]
         whole = size * devices if name == "reduce-scatter" else size
-        return number * predict_seconds("ring", whole / number, devices, network) / 2
-    link = network.within if devices <= network.devices_per_machine else network.between
-    return number * link.latency + size * link.seconds_per_byte
+        seconds = number * predict_seconds("ring", whole / number, devices, network, groups)
+        return seconds if name == "all-reduce" else seconds / 2  # Others have half of the rounds of an all-reduce.
+    pairs = np.reshape(group, (-1, 2)) if group and name == "collective-permute" else np.array([[0, count - 1]])
+    return number * network.seconds(pairs, size / number) if count > 1 else 0.0
+
+
+def _all_groups(first: tuple[int, ...], count: int) -> np.ndarray:
+    """Return all groups of a mesh, ``(groups, devices of a group)``: the first, moved until each of ``count`` devices is in one."""
+    offsets = np.array(first) - min(first)
+    free = np.ones(count, bool)
+    groups = []
+    for start in range(count):
+        moved = start + offsets
+        if free[start] and moved.max() < count:
+            free[moved] = False
+            groups.append(moved)
+    return np.stack(groups)

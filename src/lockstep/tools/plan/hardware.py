@@ -27,6 +27,7 @@ PLATFORMS = ("cpu", "cuda", "tpu")
 # By default JAX takes this share of a GPU's memory when it starts.
 MEMORY_SHARE = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 DEFAULT_SHARE = 0.75
+_UNKNOWN_SIZE = 1 << 40  # bytes of a GPU without an entry: XLA then saves none
 # libtpu must not look for a TPU, and other processes may use it at the same time.
 _LIBTPU = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
 _COMPILERS = {"tpu": ("libtpu",), "cuda": ("jax_cuda12_plugin", "jax_cuda13_plugin")}
@@ -76,10 +77,20 @@ class Accelerator:
 
     @property
     def usable_memory(self) -> int | None:
-        """Bytes that programs get: on GPUs JAX takes a part of the memory, which ``XLA_PYTHON_CLIENT_MEM_FRACTION`` sets."""
+        """Bytes that programs get: on GPUs JAX takes a part of the memory, which ``XLA_PYTHON_CLIENT_MEM_FRACTION`` sets.
+
+        Raises:
+            OptionError: that variable is no number.
+        """
         if self.usable is not None or self.memory is None or self.platform != "cuda":
             return self.usable or self.memory
-        return int(self.memory * float(os.environ.get(MEMORY_SHARE, DEFAULT_SHARE)))
+        text = os.environ.get(MEMORY_SHARE, str(DEFAULT_SHARE))
+        try:
+            return int(self.memory * float(text))
+        except (ValueError, OverflowError) as error:
+            raise OptionError(
+                f"{MEMORY_SHARE}: expected a share of a GPU's memory such as 0.9, got {shown(text)}."
+            ) from error
 
 
 @dataclass(frozen=True)
@@ -293,7 +304,7 @@ def _target_config(accelerator: Accelerator) -> str:
         "registers_per_core_limit": 65_536,
         "registers_per_block_limit": 65_536,
         "memory_bandwidth": int(accelerator.memory_bandwidth or 0),
-        "device_memory_size": accelerator.memory or 0,
+        "device_memory_size": accelerator.memory or _UNKNOWN_SIZE,
         **given,
     }
     listed = "\n".join(f"  {name}: {value}" for name, value in sizes.items())

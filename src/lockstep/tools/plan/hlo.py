@@ -7,6 +7,8 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 _BITS = {"pred": 8, "bf16": 16, "f16": 16, "f8e4m3fn": 8, "f8e5m2": 8} | {
     f"{kind}{bits}": bits for kind in "sufc" for bits in (4, 8, 16, 32, 64, 128)
 }
@@ -15,10 +17,17 @@ _NAMES = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute|rag
 _INSTRUCTION = re.compile(rf"^\s*(?:ROOT )?%?[\w.\-]+ = (.*?) ({_NAMES})(-start)?\(")
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\) -> (.*) \{$")
 _CHAIN = re.compile(r"\bchain_id=\"(\d+)\"")
-_GROUPS = re.compile(
-    r"\breplica_groups=(?:\{\{([\d,]+)\}|\[\d+,(\d+)\]<=|mesh\[([^\]]*)\](?:, device_ids=\(.*?\)\)?)? \{([^}]*)\})"
+_LISTED_GROUP = re.compile(r"\breplica_groups=\{\{([\d,]+)\}")
+_IOTA = r"\[([\d,]+)\](?:T\(([\d,]+)\))?"  # numbers from 0, in an array of this shape, whose axes are permuted
+_IOTA_GROUPS = re.compile(rf"\breplica_groups=\[\d+,(\d+)\]<={_IOTA}")
+_MESH_GROUPS = re.compile(
+    rf"\breplica_groups=mesh\[([^\]]*)\](?:, device_ids=\((?:{_IOTA}|([\d,]+))\))? \{{([^}}]*)\}}"
 )
 _MESH_AXIS = re.compile(r"'(\w+)'=(\d+)")
+_GROUP_AXIS = re.compile(
+    r"'(\w+)'(?::\((\d+)\)(\d+))?"
+)  # with the size of what is before a part of an axis, and its own
+_PAIRS = re.compile(r"\bsource_target_pairs=\{((?:\{\d+,\d+\},?)*)\}")
 _RESULT = re.compile(r"^\s*(?:ROOT )?%?[\w.\-]+ = (.*?) ([\w\-]+)\(")
 _NAME = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = ")
 _WITH_LAYOUT = re.compile(_SHAPE.pattern + r"(\{[^}]*\})?")
@@ -37,13 +46,14 @@ class Collective:
     Args:
         name: such as "all-reduce".
         bytes: size of its result on a device.
-        devices: number of devices that exchange with each other; None: all, or unknown.
+        group: the first devices that exchange with each other, by their places in the program; of a collective-permute each sender
+            and its receiver; None: all devices, or unknown.
         rounds: how often it runs, in loops whose length XLA knows.
     """
 
     name: str
     bytes: int
-    devices: int | None = None
+    group: tuple[int, ...] | None = None
     rounds: int = 1
 
 
@@ -62,28 +72,46 @@ def collectives(text: str) -> list[Collective]:
             shapes, name, start = match.groups()
             if computation.startswith("all-reduce-scatter"):
                 size = _result_bytes(result, is_started=False)
-                found.append(Collective("reduce-scatter", size, _group_size(line), rounds[computation]))
+                found.append(Collective("reduce-scatter", size, _group(line), rounds[computation]))
                 continue
             size = _result_bytes(shapes, is_started=bool(start) and name != "all-reduce")
             chain = _CHAIN.findall(line)
             if not chain or (name, *chain) not in parts:
-                found.append(Collective(name, size, _group_size(line), rounds[computation]))
+                found.append(Collective(name, size, _group(line), rounds[computation]))
             parts.add((name, *chain))
     return found
 
 
-def _group_size(line: str) -> int | None:
-    """Return the number of devices of a group: of ``{{0,1},{2,3}}``, ``[2,2]<=[4]`` or ``mesh['a'=2,'b'=2] {'a'}``."""
-    found = _GROUPS.search(line)
-    if found is None:
-        return None
-    listed, iota, sizes, axes = found.groups()
-    if iota:
-        return int(iota)
-    if listed is not None:
-        return listed.count(",") + 1
-    lengths = dict(_MESH_AXIS.findall(sizes))
-    return math.prod(int(lengths[axis]) for axis in re.findall(r"'(\w+)'", axes))
+def _group(line: str) -> tuple[int, ...] | None:
+    """Return the first group: of ``{{0,1},{2,3}}``, ``[2,2]<=[2,2]T(1,0)`` or ``mesh['a'=2,'b'=2] {'a'}``; or the pairs of a permute."""
+    if found := _PAIRS.search(line):
+        return tuple(map(int, re.findall(r"\d+", found[1])))
+    if found := _LISTED_GROUP.search(line):
+        return tuple(_numbers(found[1]))
+    if found := _IOTA_GROUPS.search(line):
+        size, shape, order = found.groups()
+        return tuple(_iota(shape, order)[: int(size)].tolist())
+    if found := _MESH_GROUPS.search(line):
+        sizes, shape, order, listed, axes = found.groups()
+        lengths = {name: int(length) for name, length in _MESH_AXIS.findall(sizes)}
+        whole = str(math.prod(lengths.values()))
+        ids = np.array(_numbers(listed)) if listed else _iota(shape or whole, order)
+        parts = {name: (int(before or 1), int(own or lengths[name])) for name, before, own in _GROUP_AXIS.findall(axes)}
+        split = [(*parts.get(name, (1, 1)), length) for name, length in lengths.items()]
+        mesh = ids.reshape([each for before, own, length in split for each in (before, own, length // (before * own))])
+        return tuple(mesh[(0, slice(None), 0) * len(split)].ravel().tolist())
+    return None
+
+
+def _iota(shape: str, order: str | None) -> np.ndarray:
+    """Return the numbers of ``[2,4]T(1,0)``, ``(devices,)``."""
+    lengths = _numbers(shape)
+    numbers = np.arange(math.prod(lengths)).reshape(lengths)
+    return numbers.transpose(_numbers(order) if order else None).ravel()
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
 
 
 def memory_traffic(text: str) -> int:

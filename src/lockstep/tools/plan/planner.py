@@ -58,6 +58,7 @@ _LIMITED = {
     "memory": "memory traffic: mixed precision (mixed_bfloat16) moves fewer bytes",
     "communication": "communication: more rows for each device, or fewer devices, use them better",
 }
+_UNKNOWN_MEMORY = "the memory of such a device is unknown. Fix: describe it with --hardware-file."
 _COMPILER_BYTES = 3 << 30  # that a compiler takes beside a script
 Report = Callable[[TargetResult, int, int], None]
 
@@ -418,10 +419,11 @@ def _without_cluster(environment: Mapping[str, str]) -> dict[str, str]:
 
 def _answer(path: str, found: ChildResult) -> dict[str, Any]:
     """Return what a child wrote, or raise an OptionError with the reason and the findings of the doctor."""
-    content = found.content or {"failure": found.failure}
+    content = found.content or {"failure": found.failure + (" Fix: raise --limit." if found.is_late else "")}
     if content.get("failure"):
         findings = [f"doctor: {line}" for line in content.get("findings", ())]
-        raise OptionError("\n".join([f"{path}: {content['failure']}", *findings]))
+        failure = content["failure"].removeprefix(f"{path}: ")
+        raise OptionError("\n".join([f"{path}: {failure}", *findings]))
     return dict(content)
 
 
@@ -501,8 +503,9 @@ def _row(
     found = [one for one in (step, last) if one is not None]
     failure = next((one.failure for one in found if one.failure), result.failure)
     known = [one.fits(usable) for one in found if not one.failure]
-    fits = False if False in known else True if len(known) == (2 if left else 1) else None
-    time = estimate(step, surveyed, target, result.strategy, options.between) if step and fits else None
+    is_known = len(known) == (2 if left else 1) and (usable is not None or target.accelerator.platform == "cpu")
+    fits = False if False in known else True if is_known else None
+    time = None if step is None or fits is False else estimate(step, surveyed, target, result.strategy, options.between)
     price = options.prices.get(target.name)
     return PlanRow(
         target=target.name,
@@ -520,7 +523,7 @@ def _row(
         largest=result.largest,
         price=price / 3600 * time.seconds / batch * 1e6 if price is not None and time else None,
         ratio=measured.get(target.accelerator.key),
-        reason="" if fits else failure if fits is None else _too_large(found, usable),
+        reason="" if fits else _too_large(found, usable) if fits is False else failure or _UNKNOWN_MEMORY,
     )
 
 

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from lockstep.tools.plan.compiled_step import Estimate
+from lockstep.tools.plan.compiled_step import Estimate, Group
 from lockstep.tools.plan.worker import Check, TargetResult
 from lockstep.tools.scaling.html_report import Bar, Figure, bar_chart, bulleted, figure_of, html_page, html_table
 from lockstep.tools.scaling.results import seconds
@@ -127,7 +127,7 @@ def _time_cells(row: "PlanRow", time: Estimate) -> tuple[str, ...]:
     )
 
 
-def _collective_cells(found: Sequence[tuple[str, int, int, int | None]]) -> tuple[str, ...]:
+def _collective_cells(found: Sequence[tuple[str, int, int, Group]]) -> tuple[str, ...]:
     numbers, sizes = Counter[str](), Counter[str]()
     for name, number, size, _ in found:
         column = name if name in _COLLECTIVES else "others"

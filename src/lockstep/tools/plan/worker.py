@@ -229,7 +229,8 @@ def result_from_json(values: dict[str, Any]) -> TargetResult:
     steps = []
     for one in values["steps"]:
         memory = Memory(**one["memory"]) if one["memory"] else None
-        steps.append(CompiledStep(**{**one, "memory": memory, "collectives": tuple(map(tuple, one["collectives"]))}))
+        exchanged = tuple((*kind, group and tuple(group)) for *kind, group in one["collectives"])
+        steps.append(CompiledStep(**{**one, "memory": memory, "collectives": exchanged}))
     largest = tuple(values["largest"]) if values["largest"] else None
     return TargetResult(**{**values, "steps": tuple(steps), "notes": tuple(values["notes"]), "largest": largest})
 
