@@ -11,6 +11,7 @@ MEMORY = {"uneven": 1.2, "deterministic": 2.0}
 MEMORY_OF_BRANCHES = 2.0
 # A step of one program without branches keeps so much in the vector memory of a TPU core, which is not counted.
 VECTOR_MEMORY = 128 << 20
+TILES = 1.02  # on TPUs, whose arrays are padded to tiles: of the largest axis of the outputs, to a multiple of 128
 
 
 def faults(case: Case, found: Measured, keras: Measured, sizes: Sizes, rows: int, devices: int) -> list[str]:
@@ -26,7 +27,7 @@ def faults(case: Case, found: Measured, keras: Measured, sizes: Sizes, rows: int
     """
     outputs = rows * sizes.outputs
     allowed = _exchanges(case, keras, sizes, outputs, devices)
-    if case.target.startswith("v5e") and devices >= MANY:
+    if _gathers_by_all_reduces(case, devices):
         allowed = _as_all_reduces(allowed, devices)
     wrong = []
     for name, (number, size) in found.exchanged.items():
@@ -84,6 +85,10 @@ def _least_reduced(case: Case, sizes: Sizes) -> int:
     return 0 if case.plan in KINDS or case.plan == "deterministic" else sizes.gradients + sizes.statistics
 
 
+def _gathers_by_all_reduces(case: Case, devices: int) -> bool:
+    return case.target.startswith("v5e") and devices >= MANY
+
+
 def _has_several_hosts(case: Case, devices: int) -> bool:
     return case.target.startswith("v5e") and devices > CHIPS
 
@@ -93,7 +98,9 @@ def _memory(case: Case, keras: Measured, sizes: Sizes, outputs: int, devices: in
     times = MEMORY_OF_BRANCHES if has_branches else MEMORY.get(case.plan, 1.05)
     more = 16 * SMALL
     if case.plan == "deterministic" or (case.plan == "predict" and _has_several_hosts(case, devices)):
-        more += 2 * outputs
+        # Gathered, and what makes or reads them. An all-reduce that gathers reads as much as it writes.
+        copies = 3 if case.plan == "deterministic" and _gathers_by_all_reduces(case, devices) else 2
+        more += copies * outputs * (TILES if case.target.startswith("v5e") else 1)
     if case.target.startswith("v5e") and (has_branches or case.plan == "deterministic"):
         more += VECTOR_MEMORY
     return times * keras.memory + more

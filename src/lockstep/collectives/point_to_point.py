@@ -15,7 +15,7 @@ from jax import lax
 
 from lockstep._errors import DeviceError, function, instance_of
 from lockstep.collectives.base import CrossDeviceOps, PackedAllReduce
-from lockstep.devices.names import device_name, parse_device_name
+from lockstep.devices.names import device_name, listed_devices, parse_device_name
 
 
 class RingAllReduce(PackedAllReduce):
@@ -171,7 +171,7 @@ class ReductionToOneDevice(CrossDeviceOps):
             DeviceError: ``reduce_to_device`` is not one of the strategy's devices.
         """
         names = [device_name(device) for device in devices]
-        return f"reduce to {names[self._root(devices)]}, then broadcast to {', '.join(names)}"
+        return f"reduce to {names[self._root(devices)]}, then broadcast to {listed_devices(names)}"
 
     def _root(self, devices: Sequence[jax.Device]) -> int:
         if self.reduce_to_device is None:
@@ -181,7 +181,7 @@ class ReductionToOneDevice(CrossDeviceOps):
         if f"{wanted[0]}:{wanted[1]}" not in names:
             raise DeviceError(
                 f"ReductionToOneDevice: reduce_to_device={self.reduce_to_device!r} is not one of the strategy's "
-                f"devices: {', '.join(names)}."
+                f"devices: {listed_devices(names)}."
             )
         return names.index(f"{wanted[0]}:{wanted[1]}")
 

@@ -11,6 +11,7 @@ from lockstep.devices.cpu_devices import check_thread_pool, ensure_cpu_devices
 
 # "/job:localhost/replica:0/task:0/device:GPU:0" is the form that TensorFlow prints.
 _NAME = re.compile(r"(?:/job:\w+)?(?:/replica:\d+)?(?:/task:\d+)?/?(?:device:)?(cpu|gpu|tpu):(\d{1,9})", re.IGNORECASE)
+_MOST_LISTED = 16  # names of devices in a sentence
 
 
 def parse_device_name(name: str, argument: str = "devices") -> tuple[str, int]:
@@ -115,6 +116,16 @@ def _named(devices: list[str | jax.Device]) -> tuple[jax.Device, ...]:
                 "several replicas on one device write MirroredStrategy(devices=[…], replicas=…)."
             )
     return tuple(found)
+
+
+def listed_devices(names: Sequence[str]) -> str:
+    """Format names of devices, of many only the first and the last.
+
+    Example:
+        >>> listed_devices(["tpu:0", "tpu:1"]), listed_devices([f"tpu:{number}" for number in range(256)])
+        ('tpu:0, tpu:1', 'tpu:0, tpu:1, tpu:2, …, tpu:255')
+    """
+    return ", ".join(names if len(names) <= _MOST_LISTED else [*names[:3], "…", names[-1]])
 
 
 def _lookup(name: str, argument: str = "devices") -> jax.Device:

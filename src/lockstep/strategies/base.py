@@ -20,7 +20,7 @@ from lockstep.collectives import CrossDeviceOps
 from lockstep.custom_loops.replica_context import ReplicaModels, open_scopes
 from lockstep.data.fit_entry import InputFactory, ProcessGroup
 from lockstep.devices.determinism import describe_determinism
-from lockstep.devices.names import device_name, is_described
+from lockstep.devices.names import device_name, is_described, listed_devices
 from lockstep.devices.placement import MeshPlacement, Placement, gather_on_host
 from lockstep.doctor.checks import FitChecks
 from lockstep.execution.executors import DeterministicExecutor, Executor, SpmdExecutor
@@ -399,7 +399,7 @@ class Strategy(Diagnostics):
     def _summary(self) -> str:
         devices, replicas = self.devices, self.num_replicas_in_sync
         text = f"{type(self).__name__}: {counted(replicas, 'replica')} on {counted(len(devices), 'device')} "
-        text += f"({', '.join(devices)})"
+        text += f"({listed_devices(devices)})"
         if len(devices) > 1:
             text += f"; gradients: {self._ops.describe(self._placement.devices)}"
         if self._shard is not None:

@@ -18,7 +18,7 @@ from lockstep._keras.graph import layers_of
 from lockstep.custom_loops.strategy_api import StrategyApi
 from lockstep.data.fit_entry import InputFactory, check_call
 from lockstep.data.sources import check_data
-from lockstep.devices.names import device_name
+from lockstep.devices.names import device_name, listed_devices
 from lockstep.devices.placement import Placement, count_rows, gather_on_host, local_values
 from lockstep.doctor.base import FitCall, Report, RuntimeSettings, calling_location
 from lockstep.doctor.checks import examine
@@ -252,7 +252,7 @@ def _compare(expected: Values, found: Values, devices: list[str]) -> None:
         different = np.frombuffer(value.tobytes(), "uint8") != np.frombuffer(found[name].tobytes(), "uint8")
         if different.any():
             raise DeterminismError(
-                f"self_check: a step repeated from the same state on {', '.join(devices)} gave a different {name}: "
+                f"self_check: a step repeated from the same state on {listed_devices(devices)} gave a different {name}: "
                 f"{different.sum()} of {different.size} bytes differ. The compiled program depends on more than its inputs. Fix: try "
                 "another version of jaxlib; on GPUs, XLA_FLAGS=--xla_gpu_deterministic_ops=true in the environment, or deterministic=True in a "
                 "program that has not started JAX; on CPUs, lockstep.config.set_deterministic(cpu_threads=1) on one device."

@@ -15,6 +15,7 @@ from lockstep._keras.sharded_variable import has_layout, lay_out
 from lockstep.collectives import CommunicationOptions, Ops
 from lockstep.data.fit_entry import InputOptions
 from lockstep.devices.determinism import fix_order_on_gpus, is_deterministic
+from lockstep.devices.names import listed_devices
 from lockstep.devices.placement import MeshPlacement, Placement
 from lockstep.distributed.resolvers import ClusterResolver
 from lockstep.doctor.base import RuntimeSettings
@@ -199,7 +200,7 @@ class ModelParallelStrategy(WorkerStrategy):
 
     def _summary(self) -> str:
         sizes = ", ".join(f"{name} {size}" for name, size in self._options.axes.sizes.items())
-        return f"{type(self).__name__}: mesh {sizes} ({', '.join(self.devices)})"
+        return f"{type(self).__name__}: mesh {sizes} ({listed_devices(self.devices)})"
 
 
 def _check_arrays(name: str, value: Any) -> None:
