@@ -160,6 +160,21 @@ def test_a_name_that_neither_has_is_marked_and_stays():
     assert [mark.sentence.partition(" has no")[0] for mark in found.todos] == names
 
 
+def test_a_name_that_the_program_gives_to_a_module_of_keras_is_followed():
+    code = "B = tf.keras.backend\nD = tf.keras.layers\nB.square(1), B.floatx(), D.Unheard, D.Dense(3)\n"
+    found = translate(TF + code)
+    assert "B = keras.backend\nD = keras.layers\n" in found.after
+    assert found.after.endswith("B.square(1), B.floatx(), D.Unheard, D.Dense(3)\n")
+    assert [mark.sentence for mark in found.todos] == [
+        "keras.backend.square: Keras 3 has no such name; there is keras.ops.square",
+        "keras.layers.Unheard: Keras 3 has no such name",
+    ]
+    other = translate(f"{TF}B = tf.keras.backend\nB = other\nB.square(1)\n")
+    assert [mark.sentence.partition(",")[0] for mark in other.todos] == [
+        "B: the script also uses this name for something else"
+    ]
+
+
 # --- small things ----------------------------------------------------------------------------------------------------
 
 

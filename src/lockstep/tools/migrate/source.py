@@ -6,7 +6,7 @@ import io
 import operator
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib import import_module
@@ -131,13 +131,14 @@ class Scopes:
 
     Args:
         source: the program.
+        aliases: names that are assigned and do not count either.
     """
 
-    def __init__(self, source: SourceText) -> None:
+    def __init__(self, source: SourceText, aliases: Collection[ast.AST] = ()) -> None:
         nodes = list(ast.walk(source.tree))
         self._parents = {child: node for node in nodes for child in ast.iter_child_nodes(node)}
         self._bound: dict[ast.AST, set[str]] = defaultdict(set)
-        for node in nodes:
+        for node in (node for node in nodes if node not in aliases):
             for name in _bound_by(node):
                 self._bound[next(self._enclosing(node))].add(name)
 
@@ -199,21 +200,24 @@ class DottedName:
 
 
 class ImportBindings:
-    """The imports of a program.
+    """The imports of a program, and other names that it gives to modules of Keras, as in ``K = tf.keras.backend``.
 
     Args:
         source: the program.
 
     Attributes:
-        modules: the full name for each name that an import of TensorFlow, Keras or Lockstep binds.
-        ambiguous: those of them that the program also binds to something else, with the import statement.
+        modules: the full name for each name that an import of TensorFlow, Keras or Lockstep binds, or that is given to a module.
+        ambiguous: those of them that the program also binds to something else, with the statement.
     """
 
     def __init__(self, source: SourceText) -> None:
-        self._source, self._scopes = source, Scopes(source)
+        self._source = source
         self.modules: dict[str, str] = {}
         self.ambiguous: dict[str, ast.stmt] = {}
-        for name, full, statement in self._imported():
+        imported = list(self._imported())
+        given = list(_module_names(source, {name: full for name, full, _ in imported}))
+        self._scopes = Scopes(source, {target for target, _, _ in given})
+        for name, full, statement in [*imported, *((target.id, full, one) for target, full, one in given)]:
             before = self.modules.setdefault(name, full)
             if self._scopes.shadow(statement, name) or translated(before) != translated(full):
                 self.ambiguous[name] = statement
@@ -260,6 +264,17 @@ class ImportBindings:
 
     def _is_unambiguous(self, node: ast.AST, name: str) -> bool:
         return name not in self.ambiguous and not self._scopes.shadow(node, name)
+
+
+def _module_names(source: SourceText, imported: Mapping[str, str]) -> Iterator[tuple[ast.Name, str, ast.stmt]]:
+    """Iterate over the names that a program assigns modules of Keras to, with the full name of the module and the statement."""
+    for statement in source.statements():
+        if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
+            target, (root, *rest) = statement.targets[0], _words(statement.value) or [""]
+            full = ".".join([imported.get(root, ""), *rest])
+            becomes = translated(full)
+            if isinstance(target, ast.Name) and exists(becomes) and inspect.ismodule(resolve(becomes)):
+                yield target, full, statement
 
 
 def relevant_imports(source: SourceText) -> Iterator[ast.Import | ast.ImportFrom]:

@@ -146,7 +146,9 @@ def _reason(name: str) -> str | None:
         return known
     if becomes.startswith("tensorflow") or exists(becomes):
         return None
-    return f"{'Keras 3' if becomes.startswith('keras') else 'Lockstep'} has no such name"
+    operation = becomes.replace("keras.backend.", "keras.ops.", 1)
+    instead = f"; there is {operation}" if operation != becomes and exists(operation) else ""
+    return f"{'Keras 3' if becomes.startswith('keras') else 'Lockstep'} has no such name{instead}"
 
 
 def _unknown_arguments(call: ast.Call, name: str) -> list[str]:
