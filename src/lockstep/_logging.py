@@ -14,7 +14,7 @@ _logger = logging.getLogger("lockstep")
 
 def log_info(message: str) -> None:
     """Log one line of level INFO, which is visible unless the program has configured logging otherwise."""
-    if _logger.level == logging.NOTSET and not _logger.hasHandlers():
+    if _logger.level <= logging.INFO and not _logger.hasHandlers():
         _print(message)
     else:
         _logger.info(message)
@@ -26,7 +26,7 @@ def _print(message: str) -> None:
     handler.handle(_logger.makeRecord(_logger.name, logging.INFO, __file__, 0, message, (), None))
 
 
-_FIRST = 2.0  # seconds
+_FIRST_LINE_SECONDS = 2.0
 
 
 class CancelledError(Exception):
@@ -52,7 +52,7 @@ class WaitLogger:
     def __init__(self, log: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
         self._log, self._clock = log, clock
         self._begun = clock()
-        self._next = _FIRST
+        self._next = _FIRST_LINE_SECONDS
 
     @property
     def seconds(self) -> float:
@@ -62,7 +62,7 @@ class WaitLogger:
     @property
     def has_logged(self) -> bool:
         """Whether a line was logged."""
-        return self._next > _FIRST
+        return self._next > _FIRST_LINE_SECONDS
 
     def log(self, whom: str) -> None:
         """Log a line that names whom this waits for, if it is time to."""

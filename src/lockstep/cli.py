@@ -258,7 +258,6 @@ def _demo(options: argparse.Namespace) -> int:
 
 def _run(options: argparse.Namespace) -> int:
     from lockstep.launch.supervisor import supervise
-    from lockstep.launch.templates import PRINTERS
 
     job = _config_from_options(options)
     if options.printer is not None:
@@ -444,9 +443,9 @@ def _export(options: argparse.Namespace) -> int:
 
 
 def _import(options: argparse.Namespace) -> int:
-    from lockstep.tools.checkpoints import import_export
+    from lockstep.tools.checkpoints import import_checkpoint
 
-    loaded = import_export(options.export, options.directory, options.overwrite)
+    loaded = import_checkpoint(options.export, options.directory, options.overwrite)
     print(f"{loaded.path}: {len(loaded.arrays)} arrays of step {loaded.step}")
     return 0
 

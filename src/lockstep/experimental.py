@@ -32,7 +32,8 @@ class MultiWorkerMirroredStrategy(multi_worker.MultiWorkerMirroredStrategy):
         cluster_resolver: gives the workers' addresses; by default from ``TF_CONFIG`` or the scheduler.
 
     Raises:
-        ClusterError: a worker is missing, was started differently or belongs to another job; or JAX has started already.
+        ClusterError: a worker is missing, was started differently or belongs to another job; or JAX has started already without
+            the other workers, or over other processes than the resolver says.
         OptionError: an argument has another type or value.
 
     Example:

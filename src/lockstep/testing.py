@@ -58,17 +58,19 @@ def check_cross_device_ops(
         ...     return jax.lax.all_gather(array, axis).sum(axis=0)
         >>> lockstep.testing.check_cross_device_ops(gathered, ["cpu:0", "cpu:1"], dtypes=["float32", "int32"])
     """
-    operation, known, sizes = ops_from_argument(ops), _dtypes(dtypes), _shapes(shapes)
-    found = resolve_devices(devices)
+    operation, checked_dtypes, checked_shapes = ops_from_argument(ops), _dtypes(dtypes), _shapes(shapes)
+    chosen_devices = resolve_devices(devices)
     with jax.enable_x64(True):
-        for count in range(1, len(found) + 1):
-            leaves = [_pieces(dtype, shape, count) for dtype in known for shape in sizes]
-            first, again = _reduced_twice(operation, leaves, found[:count])
+        for count in range(1, len(chosen_devices) + 1):
+            leaves = [_pieces(dtype, shape, count) for dtype in checked_dtypes for shape in checked_shapes]
+            first, again = _reduced_twice(operation, leaves, chosen_devices[:count])
             for pieces, copies, second in zip(leaves, first, again, strict=True):
                 _compare(operation, pieces, copies, second)
 
 
-def count_traffic(ops: Ops | None, values: Sequence[jax.ShapeDtypeStruct | jax.Array], devices: int) -> MessageTrace:
+def count_traffic(
+    ops: Ops | None, values: Sequence[jax.ShapeDtypeStruct | jax.Array | np.ndarray], devices: int
+) -> MessageTrace:
     """Count the messages of a cross-device operation in its program; nothing runs, and no device is needed.
 
     Args:
@@ -193,7 +195,7 @@ def _is_wrong(found: np.ndarray, exact: np.ndarray, bound: np.ndarray) -> np.nda
         return np.asarray(found != exact)
     with np.errstate(invalid="ignore"):
         near = np.abs(found - exact) <= bound
-    return ~(near | (found == exact) | (_is_nan(found) & _is_nan(exact)))
+    return ~(near | (found == exact) | (np.isnan(found) & np.isnan(exact)))
 
 
 def _naive_sum(pieces: np.ndarray) -> np.ndarray:
@@ -217,10 +219,6 @@ def _widened(values: np.ndarray) -> np.ndarray:
 def _bits(values: np.ndarray) -> np.ndarray:
     """Return the bytes of each number, ``(numbers, bytes)``, in which 0 and -0 differ."""
     return np.frombuffer(values.tobytes(), "uint8").reshape(values.size, values.dtype.itemsize)
-
-
-def _is_nan(values: np.ndarray) -> np.ndarray:
-    return np.asarray(values != values)
 
 
 def _first_index(wrong: np.ndarray) -> tuple[int, ...]:

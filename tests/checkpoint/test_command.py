@@ -51,6 +51,15 @@ def test_verify_reads_everything(tmp_path, capsys):
     said(capsys, "verify", tmp_path / "step-000000009")
 
 
+def test_a_checkpoint_is_known_by_its_name_too(tmp_path, capsys, monkeypatch):
+    first, second = store_in(tmp_path, 7, 8).paths()
+    monkeypatch.chdir(first)
+    assert said(capsys, "verify", ".").out == "step-000000007: good\n"
+    (second / "manifest.json").unlink()
+    assert said(capsys, "verify", second, code=1).out.startswith("step-000000008: damaged\n")
+    assert "manifest.json: is missing" in said(capsys, "show", second).out
+
+
 def test_export_writes_what_every_numpy_reads(tmp_path, capsys):
     store_in(tmp_path / "runs", 7, 8)
     target = tmp_path / "weights.npz"

@@ -386,11 +386,14 @@ def test_the_strategy_tells_once_what_it_does(caplog):
 
 def test_the_line_shows_without_any_set_up_and_can_be_switched_off(python):
     show = "import lockstep; lockstep.MirroredStrategy(replicas=2)"
-    hide = "import logging; logging.getLogger('lockstep').setLevel('WARNING'); " + show
-    done = [python(code=code, timeout=120) for code in (show, hide)]
-    assert [one.returncode for one in done] == [0, 0], done
-    shown, hidden = (one.stderr for one in done)
-    assert "lockstep: MirroredStrategy: 2 replicas on 1 device (cpu:0)" in shown
+    level = "import logging; logging.getLogger('lockstep').setLevel('{}'); "
+    done = [
+        python(code=code, timeout=120) for code in (show, level.format("INFO") + show, level.format("WARNING") + show)
+    ]
+    assert [one.returncode for one in done] == [0, 0, 0], done
+    *shown, hidden = (one.stderr for one in done)
+    for said in shown:
+        assert "lockstep: MirroredStrategy: 2 replicas on 1 device (cpu:0)" in said
     assert "lockstep" not in hidden
 
 

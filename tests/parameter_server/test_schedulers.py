@@ -112,6 +112,10 @@ def test_what_cannot_be_scheduled_is_refused(chief):
         coordinator.schedule(7)
     with pytest.raises(lockstep.OptionError, match=r"a RemoteValue cannot be an argument. Fix: fetch it before"):
         coordinator.schedule(print, kwargs={"value": [lockstep.RemoteValue(None, None)]})
+    with pytest.raises(
+        lockstep.OptionError, match=r"a PerWorkerDataset cannot be .* Fix: pass its iterator, iter\(dataset"
+    ):
+        coordinator.schedule(print, args=[coordinator.create_per_worker_dataset([1, 2])])
     with pytest.raises(lockstep.OptionError, match=r"expected an iterable of batches, or a function .* got 7"):
         coordinator.create_per_worker_dataset(7)
 

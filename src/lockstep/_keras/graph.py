@@ -4,7 +4,8 @@ Undocumented parts, as of Keras 3.15: ``_flatten_layers`` and ``_layers``; that 
 instance, and that ``train_step`` so looks up ``stateless_call`` and ``compute_loss``; the masks that Keras attaches to tensors;
 the names of seed generators' variables; the texts of Keras's exceptions; ``_loss_ids``; ``_operations`` and
 ``_non_trainable_variables``; ``_keras_history`` of symbolic tensors, ``_inbound_nodes`` of operations and the input tensors of a node,
-``_functional``, and the structure of a functional model's outputs; the current ``StatelessScope``.
+``_functional``, and the structure of a functional model's outputs; the current ``StatelessScope``; ``_call_has_training_arg``;
+the functions of ``keras.src.backend.nn`` and the classes of ``keras.src.ops.nn``.
 """
 
 import contextlib
@@ -38,7 +39,7 @@ def layers_of(model: keras.Model) -> list[Any]:
     return [layer for layer in model._flatten_layers() if not isinstance(layer, keras.Model)]
 
 
-def nested_models(model: keras.Model) -> list[keras.Model]:
+def models_of(model: keras.Model) -> list[keras.Model]:
     """Return the model, and the models among its layers at all depths."""
     return [layer for layer in model._flatten_layers() if isinstance(layer, keras.Model)]
 
@@ -47,7 +48,7 @@ def operations_of(model: keras.Model) -> list[Any]:
     """Return the model, its layers at all depths, and the operations of functional models that are not layers."""
     found = {id(layer): layer for layer in model._flatten_layers()}
     for layer in list(found.values()):
-        if isinstance(layer, (keras.Sequential, keras.models.Model)) and "_operations" in vars(layer):
+        if isinstance(layer, keras.Model) and "_operations" in vars(layer):
             found |= {id(operation): operation for operation in layer.operations}
     return list(found.values())
 
@@ -141,19 +142,17 @@ def lacks_aggregation(model: keras.Model, variable: keras.Variable) -> bool:
     owners = [
         layer for layer in model._flatten_layers() if any(variable is own for own in layer._non_trainable_variables)
     ]
-    return any(
-        not type(one).__module__.startswith("keras.") or isinstance(one, keras.layers.JaxLayer) for one in owners
-    )
+    return any(not is_keras_class(type(one)) or isinstance(one, keras.layers.JaxLayer) for one in owners)
 
 
-def attribute_arrays(model: keras.Layer) -> dict[AttributeLeaf, jax.Array]:
-    """Return the arrays that a model and its layers hold in attributes, alone or in lists, tuples and dicts."""
-    return _attribute_leaves(model._flatten_layers(), (jax.Array,))
+def attribute_arrays(layer: keras.Layer) -> dict[AttributeLeaf, jax.Array]:
+    """Return the arrays that a layer or model and the layers in it hold in attributes, alone or in lists, tuples and dicts."""
+    return _attribute_leaves(layer._flatten_layers(), (jax.Array,))
 
 
-def attribute_numbers(model: keras.Layer) -> dict[AttributeLeaf, Any]:
-    """Return the numbers of Python and NumPy, and NumPy's arrays, that a model and its layers hold in attributes."""
-    return _attribute_leaves(model._flatten_layers(), (bool, int, float, complex, np.generic, np.ndarray))
+def attribute_numbers(layer: keras.Layer) -> dict[AttributeLeaf, Any]:
+    """Return the numbers of Python and NumPy, and NumPy's arrays, that a layer or model and the layers in it hold in attributes."""
+    return _attribute_leaves(layer._flatten_layers(), (bool, int, float, complex, np.generic, np.ndarray))
 
 
 def _attribute_leaves(layers: Iterable[keras.Layer], kinds: tuple[type, ...]) -> dict[AttributeLeaf, Any]:
@@ -203,7 +202,7 @@ def training_argument(model: keras.Model) -> dict[str, bool]:
     return {"training": True} if model._call_has_training_arg else {}
 
 
-def set_attribute_arrays(leaves: list[AttributeLeaf], arrays: list[Any]) -> None:
+def set_attribute_leaves(leaves: list[AttributeLeaf], arrays: list[Any]) -> None:
     """Put arrays, or numbers, into the attributes that :func:`attribute_arrays` or :func:`attribute_numbers` found."""
     for (layer, name, number), array in zip(leaves, arrays, strict=True):
         values = keras.tree.flatten(vars(layer)[name])
@@ -265,7 +264,7 @@ def outputs_of(model: keras.Model) -> list[Output] | None:
     graph = _graph_of(model)
     if graph is None:
         return None
-    return [_output(names, tensor) for names, tensor in zip(_names(graph), graph.outputs, strict=True)]
+    return [_output(names, tensor) for names, tensor in zip(_output_names(graph), graph.outputs, strict=True)]
 
 
 def overrides_any(model: keras.Model, *methods: str) -> bool:
@@ -287,7 +286,7 @@ def _graph_of(model: keras.Model) -> Any:
     return graph if graph is not None and "_outputs_struct" in vars(graph) else None
 
 
-def _names(graph: Any) -> list[tuple[str, ...]]:
+def _output_names(graph: Any) -> list[tuple[str, ...]]:
     layer_names: list[tuple[str, ...]] = [(name,) for name in graph.output_names]
     struct = graph._outputs_struct
     if not isinstance(struct, dict):
@@ -438,13 +437,13 @@ def replaced_grouped_convolutions(around: Callable[[Convolution, Any, Any], Any]
     """Compute convolutions whose channels are in groups by ``around(convolution, inputs, kernel)``, in this thread, while this is open."""
     token = _around_convolution.set(around)
     try:
-        with patched(CONVOLUTIONS, [(backend_nn, name, _grouped_apart(name)) for name in CONVOLUTIONS.attributes]):
+        with patched(CONVOLUTIONS, [(backend_nn, name, _divert_grouped(name)) for name in CONVOLUTIONS.attributes]):
             yield
     finally:
         _around_convolution.reset(token)
 
 
-def _grouped_apart(name: str) -> Callable[..., Any]:
+def _divert_grouped(name: str) -> Callable[..., Any]:
     original = getattr(backend_nn, name)
     signature = inspect.signature(original)
 
@@ -506,7 +505,7 @@ def _recomputed_call(
     outputs, masks, changes, losses, stored = jax.checkpoint(run)(values, arrays, masks)
     changes, others = changes[: len(known)], changes[len(known) :]
     scope.state_mapping.update(zip(learned["others"], others, strict=True))
-    set_attribute_arrays(learned["stored"], stored)
+    set_attribute_leaves(learned["stored"], stored)
     _set_masks(outputs, masks)
     for variable, new in zip(known, changes, strict=True):
         if new is not None:

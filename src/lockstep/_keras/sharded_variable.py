@@ -1,7 +1,7 @@
-"""Variables whose shards lie on devices of several processes: Keras reads and sets them on all processes together.
+"""Lays variables over devices. Those that are spread over several processes are read and set on all of them together.
 
 Undocumented parts, as of Keras 3.15: ``Variable._layout``, by which Keras lays all values of a variable over devices;
-``Variable._direct_assign`` and ``Variable._value``, through which it sets them.
+``Variable._direct_assign`` and ``Variable._value``, through which it sets them; ``in_stateless_scope``.
 """
 
 import contextlib
@@ -77,7 +77,7 @@ def has_layout(variable: keras.Variable) -> bool:
 
 
 def lay_out(variable: keras.Variable, sharding: Sharding | None, layouts: VariableLayouts) -> None:
-    """Give a variable a layout, and lay the value that it has over the devices; None: the layout that it has, if any."""
+    """Give a variable a layout, and lay the value that it has over the devices; ``sharding`` None keeps the layout that it has."""
     sharding = sharding or variable._layout
     if sharding is None:
         return
@@ -89,7 +89,7 @@ def lay_out(variable: keras.Variable, sharding: Sharding | None, layouts: Variab
         variable._direct_assign(variable._value)
 
 
-def lay_out_before(variable: keras.Variable, initializer: Any, layouts: VariableLayouts) -> None:
+def lay_out_uninitialized(variable: keras.Variable, initializer: Any, layouts: VariableLayouts) -> None:
     """Give a variable its layout before it gets its first value, if each device can make its shard by itself: Keras then does so.
 
     A value that depends on state that changes with each call, or of a function that may not be compiled, is made as a whole.

@@ -43,7 +43,7 @@ from lockstep._keras.patches import (
     install,
     patched,
 )
-from lockstep._keras.sharded_variable import VariableLayouts, lay_out, lay_out_before
+from lockstep._keras.sharded_variable import VariableLayouts, lay_out, lay_out_uninitialized
 
 _SAVING = {"_batches_seen_since_last_saving": "count", "_last_batch_seen": "count", "_current_epoch": "count"}
 _MONITORING = {"best": "number", "min_delta": "number", "monitor_op": "function"}
@@ -232,7 +232,7 @@ def _laying_out_before(
     def initialize(self: Any, initializer: Any) -> None:
         layouts = current()
         if layouts is not None and layouts.makes_shards:
-            lay_out_before(self, initializer, layouts)
+            lay_out_uninitialized(self, initializer, layouts)
         original(self, initializer)
 
     return initialize

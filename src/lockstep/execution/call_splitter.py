@@ -28,7 +28,7 @@ from lockstep._keras.graph import (
     is_equal_number,
     is_seed,
     lacks_aggregation,
-    set_attribute_arrays,
+    set_attribute_leaves,
     set_keras_mask,
 )
 from lockstep.execution.replica import ReplicaCall, ReplicaResult, StateMerge, halves, join_halves
@@ -323,7 +323,7 @@ def join(spec: OutputSpec, result: ReplicaResult) -> tuple[Any, list[Any]]:
     for value, has_mask in zip((*outputs, *values[count:]), form.has_mask, strict=True):
         if has_mask:
             set_keras_mask(value, next(masks))
-    set_attribute_arrays([*form.attributes, *form.numbers], [*values[count:], *form.numbers.values()])
+    set_attribute_leaves([*form.attributes, *form.numbers], [*values[count:], *form.numbers.values()])
     return jax.tree.unflatten(form.outputs, outputs), losses
 
 
@@ -384,7 +384,7 @@ def _trace(call: ModelCall, rows: int) -> CallTrace:
         trace = trace_for_rows(function, fixed, call.inputs, rows, seeds)
     # As before the trace: a count of calls, say, does not count traces.
     changed = [place for place in learned["form"].numbers if place in numbers]
-    set_attribute_arrays(changed, [numbers[place] for place in changed])
+    set_attribute_leaves(changed, [numbers[place] for place in changed])
     draws = not trace.operations.keys().isdisjoint(_RANDOM_OPERATIONS)
     has_state = bool(normalizations) or learned["state"]
     return CallTrace(trace, learned["form"], learned["averaged"], has_state, draws)

@@ -20,7 +20,7 @@ from lockstep.devices.placement import Placement
 from lockstep.execution.jaxpr_utils import inline_calls, subprogram
 from lockstep.execution.train_state import Step, state_changes
 
-State = Sequence[Sequence[Any]]  # trainable, other, optimizer's and metrics' values
+State = Sequence[Sequence[Any]]  # trainable, non-trainable, optimizer's and metrics' values
 
 _update_p = Primitive("lockstep_update")
 _update_p.multiple_results = True
@@ -57,8 +57,8 @@ class GradientPrograms:
     def __init__(
         self, step: Step, model: keras.Model, placement: Placement, *, donated: bool, is_replicated: bool = True
     ) -> None:
-        results = placement.replicated if is_replicated else None
-        self._make = partial(GradientProgram, step, model, placement, donated=donated, out_shardings=results)
+        out_shardings = placement.replicated if is_replicated else None
+        self._make = partial(GradientProgram, step, model, placement, donated=donated, out_shardings=out_shardings)
         self._programs: dict[Any, GradientProgram] = {}
 
     def program_for(self, state: State, batch: Any) -> "GradientProgram":
@@ -100,15 +100,16 @@ class GradientProgram:
         jaxpr = closed.jaxpr
         sizes = [len(part) for part in state]
         update = _find_update(jaxpr, sizes, partial(_refuse, name))
-        self._count = update.params["count"]
+        self._num_gradients = update.params["count"]
         self._results = jax.tree.structure(results[2])
-        outputs = [*update.invars[: self._count], *jaxpr.outvars[sizes[0] + sizes[2] :]]
+        outputs = [*update.invars[: self._num_gradients], *jaxpr.outvars[sizes[0] + sizes[2] :]]
         equations, used = _live_equations(jaxpr, update, outputs)
         self._used_inputs = [position for position, var in enumerate(jaxpr.invars) if var in used]
         constants = dict(zip(jaxpr.constvars, closed.consts, strict=True))
         self._constants = placement.put(list(constants.values()))
         inputs = [*constants, *(jaxpr.invars[position] for position in self._used_inputs)]
-        donated_inputs = [n for n, var in enumerate(inputs) if donated and var in jaxpr.invars[: sizes[0]]]
+        trainable = set(jaxpr.invars[: sizes[0]])
+        donated_inputs = [n for n, var in enumerate(inputs) if donated and var in trainable]
         function = subprogram(jaxpr, equations, inputs, outputs)
         self._program = jax.jit(function, donate_argnums=donated_inputs, out_shardings=out_shardings)
         flags = iter([var in used for var in jaxpr.invars])
@@ -126,8 +127,8 @@ class GradientProgram:
         """
         values = [value for part in state for value in part] + jax.tree.leaves(batch)
         found = self._program(*self._constants, *(values[position] for position in self._used_inputs))
-        logs, changes = jax.tree.unflatten(self._results, found[self._count :])
-        return found[: self._count], logs, changes
+        logs, changes = jax.tree.unflatten(self._results, found[self._num_gradients :])
+        return found[: self._num_gradients], logs, changes
 
 
 def _bind_update(optimizer_variables: list[Any], grads: list[Any], trainable_variables: list[Any]) -> tuple[Any, Any]:
@@ -145,10 +146,10 @@ def _find_update(jaxpr: Jaxpr, sizes: list[int], refuse: Callable[[str], NoRetur
     (update,) = found
     before_optimizer = sizes[0] + sizes[1]
     expected = [*jaxpr.invars[: sizes[0]], *jaxpr.invars[before_optimizer : before_optimizer + sizes[2]]]
-    if not _same(update.invars[update.params["count"] :], expected):
+    if not _are_identical(update.invars[update.params["count"] :], expected):
         refuse("passes optimizer.stateless_apply other values than those of its state")
     count = len(expected)
-    if not _same(jaxpr.outvars[:count], update.outvars):
+    if not _are_identical(jaxpr.outvars[:count], update.outvars):
         refuse("returns other values than those that optimizer.stateless_apply returns")
     users = [atom for equation in jaxpr.eqns for atom in equation.invars] + jaxpr.outvars[count:]
     if any(atom in update.outvars for atom in users if not isinstance(atom, Literal)):
@@ -156,7 +157,7 @@ def _find_update(jaxpr: Jaxpr, sizes: list[int], refuse: Callable[[str], NoRetur
     return update
 
 
-def _same(some: Sequence[Any], others: Sequence[Any]) -> bool:
+def _are_identical(some: Sequence[Any], others: Sequence[Any]) -> bool:
     return len(some) == len(others) and all(one is other for one, other in zip(some, others, strict=True))
 
 

@@ -22,7 +22,7 @@ from lockstep._keras.graph import (
     clear_synchronized,
     forget_losses,
     global_batch_reason,
-    nested_models,
+    models_of,
     unsynchronized_normalizations,
 )
 from lockstep._keras.patches import LAYER_CALL, STATELESS_CALL, patched_method
@@ -162,7 +162,7 @@ class StepFunctions:
             stack.enter_context(in_step())
             if sees_global_batch:
                 stack.enter_context(clear_synchronized(self.model))
-            models = nested_models(self.model)
+            models = models_of(self.model)
             stack.enter_context(
                 patched_method(STATELESS_CALL, models, functools.partial(functools.partial, interceptor.call))
             )

@@ -80,10 +80,10 @@ class PerWorkerValues:
         return self._make()
 
     def __iter__(self) -> Iterator[Any]:
-        raise _scope_error(self)
+        raise _value_of_each_worker()
 
     def __next__(self) -> Any:
-        raise _scope_error(self)
+        raise _value_of_each_worker()
 
 
 class PerWorkerDataset:
@@ -119,7 +119,12 @@ class PerWorkerDataset:
 
 
 class RemoteValue:
-    """Result of a scheduled function, which may not be done yet. Counterpart of ``tf.distribute.coordinator.RemoteValue``."""
+    """Result of a scheduled function, which may not be done yet. Counterpart of ``tf.distribute.coordinator.RemoteValue``.
+
+    Args:
+        scheduler: waits for the function.
+        outcome: what it knows of the function; None: another process runs it.
+    """
 
     def __init__(self, scheduler: SchedulerBase, outcome: Outcome | None) -> None:
         self._scheduler, self._outcome = scheduler, outcome
@@ -209,15 +214,20 @@ class ClusterCoordinator:
         Raises:
             ClusterError: a function that was scheduled before has failed.
             ModelError: the strategy has no model that is built and compiled.
-            OptionError: ``fn`` cannot be called, or an argument is a RemoteValue; or ``max_staleness`` is 0.
+            OptionError: ``fn`` cannot be called, an argument is a RemoteValue or a PerWorkerDataset, or ``max_staleness`` is 0.
         """
         function("schedule: fn", fn)
         if args is not None and not isinstance(args, (tuple, list)):
             raise OptionError(f"schedule: args: expected a tuple or a list, got {shown(args)}.")
         given = tuple(args or ()), named_arguments("schedule: kwargs", kwargs)
         check_depth("schedule: args and kwargs", list(given))
-        if any(isinstance(leaf, RemoteValue) for leaf in keras.tree.flatten(given)):
+        leaves = keras.tree.flatten(given)
+        if any(isinstance(leaf, RemoteValue) for leaf in leaves):
             raise OptionError("schedule: a RemoteValue cannot be an argument. Fix: fetch it before.")
+        if any(isinstance(leaf, PerWorkerDataset) for leaf in leaves):
+            raise OptionError(
+                "schedule: a PerWorkerDataset cannot be an argument. Fix: pass its iterator, iter(dataset)."
+            )
         scheduler = self._strategy._scheduler
         return RemoteValue(scheduler, scheduler.schedule(fn, given))
 
@@ -255,8 +265,8 @@ class ClusterCoordinator:
         """
         check_depth("fetch: val", val)
         leaves = keras.tree.flatten(val)
-        values = [leaf for leaf in leaves if isinstance(leaf, RemoteValue)]
-        found = iter(self._strategy._scheduler.fetch([value._outcome for value in values]))
+        remote_values = [leaf for leaf in leaves if isinstance(leaf, RemoteValue)]
+        found = iter(self._strategy._scheduler.fetch([value._outcome for value in remote_values]))
         replaced = [next(found) if isinstance(leaf, RemoteValue) else leaf for leaf in leaves]
         return keras.tree.pack_sequence_as(val, replaced)
 
@@ -295,8 +305,8 @@ def resolve_per_worker(arguments: Any) -> Any:
     return keras.tree.map_structure(lambda leaf: leaf._value if isinstance(leaf, PerWorkerValues) else leaf, arguments)
 
 
-def _scope_error(values: PerWorkerValues) -> ScopeError:
+def _value_of_each_worker() -> ScopeError:
     return ScopeError(
-        f"{type(values).__name__} stands for a value of each worker: pass it to ClusterCoordinator.schedule as an argument, and use it "
-        "in the scheduled function."
+        "PerWorkerValues stands for a value of each worker: pass it to ClusterCoordinator.schedule as an argument, and use it in the "
+        "scheduled function."
     )

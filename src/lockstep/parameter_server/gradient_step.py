@@ -11,7 +11,7 @@ import numpy as np
 from lockstep._arrays import ArraySpec
 from lockstep._errors import ModelError, OptionError
 from lockstep._keras import trainer
-from lockstep._keras.graph import global_batch_reason, nested_models
+from lockstep._keras.graph import global_batch_reason, models_of
 from lockstep._keras.patches import STATELESS_CALL, patched_method
 from lockstep.devices.batch_split import rows_of_replicas
 from lockstep.devices.placement import Placement, is_rows
@@ -68,7 +68,7 @@ def check_can_split(model: keras.Model, batch: Any, parts: int) -> None:
     if reason is None:
         state = tuple([variable.value for variable in kind] for kind in variables_of(model))
         try:
-            with patched_method(STATELESS_CALL, nested_models(model), _SplitProof(parts).around):
+            with patched_method(STATELESS_CALL, models_of(model), _SplitProof(parts).around):
                 jax.eval_shape(model.train_step, state, batch)
         except CannotSplitError as error:
             reason = str(error)

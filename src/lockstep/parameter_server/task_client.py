@@ -133,10 +133,10 @@ class TaskClient:
     def wait_for_end(self, call: int) -> CallResult:
         """Wait until the chief ends a call; ClusterError as for :meth:`enter`."""
         try:
-            while True:
-                self._wait({"kind": "ask", "call": call, "key": _UNUSED_KEY}, "fact")
+            self._wait({"kind": "ask", "call": call, "key": _UNUSED_KEY}, "fact")
         except CallEnded as ended:
             return ended.result
+        raise AssertionError(f"the chief has published {_UNUSED_KEY!r}")
 
     def take(
         self, call: int, requested: "Future[Response] | None" = None, until: StopCondition | None = None
@@ -144,7 +144,7 @@ class TaskClient:
         """Wait for a task, or for the sync point of ``until``; errors as for :meth:`wait_for`.
 
         Args:
-            call: its number.
+            call: number of the call of fit, or of the loop.
             requested: response to :meth:`request_task`, if that was called before.
             until: limits the tasks and the wait; None: all tasks, until the call ends.
         """
@@ -169,7 +169,7 @@ class TaskClient:
         """
         code = error.exit_code if isinstance(error, ClusterError) else USER_ERROR
         if code not in (NO_PROGRESS, PEER_LOST, USER_ERROR):
-            return
+            return  # Interrupted: nothing has failed.
         summary = str(error) if code == PEER_LOST else summary_of(error)
         message = {"kind": "fail", "call": call, "summary": summary, "code": code}
         message |= {} if task is None else {"task": task.number}
@@ -230,11 +230,11 @@ def run_tasks(
 ) -> CallResult | ScriptSyncPoint:
     """Run the tasks that the chief assigns to this worker until the call ends, or up to a sync point.
 
-    The next task is requested before the result of the last one is acknowledged, so the worker does not wait for a round trip.
+    The next task is requested before the result of the last one is acknowledged, so a task costs one round trip and not two.
 
     Args:
         client: client of the chief's task dispatcher.
-        call: its number.
+        call: number of the call of fit, or of the loop.
         run: runs one task.
         on_idle: is called if there is no task for a moment.
         until: where to stop; None: when the call ends.
@@ -244,7 +244,7 @@ def run_tasks(
 
     Raises:
         ClusterError: the chief is lost, or has failed.
-        Exception: what ``run`` has raised; it was reported to the chief, unless it was the loss of a process.
+        Exception: what ``run`` has raised; it was reported to the chief, whose call continues if it was the loss of a process.
     """
     requested = client.request_task(call, until)
     try:
@@ -282,7 +282,7 @@ def _next_task(
 
 
 def _take_message(call: int, until: StopCondition | None) -> Message:
-    return {"kind": "take", "call": call} | ({} if until is None else vars(until))
+    return {"kind": "take", "call": call} | ({} if until is None else {"point": until.point, "known": until.known})
 
 
 def _check_response_size(message: Message, given: tuple[ArraySpec, ...]) -> None:

@@ -28,11 +28,16 @@ def checkpoints_of(directory: str) -> list[Path]:
     Raises:
         CheckpointError: there is no checkpoint.
     """
-    path = Path(directory)
-    paths = [path] if os.path.exists(path / MANIFEST) else CheckpointStore(path).paths()
+    path = Path(directory).absolute()
+    paths = [path] if is_checkpoint(path) else CheckpointStore(path).paths()
     if not paths:
-        raise CheckpointError(f"{path.absolute()}: no checkpoint found.")
+        raise CheckpointError(f"{path}: no checkpoint found.")
     return paths
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Return whether a directory is a checkpoint, by its files or, if they are damaged, by its name."""
+    return os.path.exists(path / MANIFEST) or (path.is_dir() and step_of(path.name) is not None)
 
 
 def loaded_from(directory: str, step: int | None) -> Loaded:
@@ -42,7 +47,7 @@ def loaded_from(directory: str, step: int | None) -> Loaded:
         CheckpointError: there is no such checkpoint, or it is damaged.
     """
     paths = checkpoints_of(directory)
-    if paths == [Path(directory)]:
+    if is_checkpoint(Path(directory).absolute()):
         loaded: Loaded | None = read(paths[0], signing_key())
     elif step is None:
         loaded = CheckpointStore(directory).newest()
@@ -58,9 +63,10 @@ def loaded_from(directory: str, step: int | None) -> Loaded:
 def table(paths: list[Path], verbose: bool) -> Iterator[str]:
     """Describe each checkpoint in a line, with the finished epochs and further batches; with ``verbose`` also each of its arrays."""
     yield _ROW.format("step", "epochs", "batches", "bytes", "replicas", "versions")
+    key = signing_key()
     for path in paths:
         try:
-            manifest = describe(path, signing_key())
+            manifest = describe(path, key)
             parts = parts_of(path, manifest).values()
         except CheckpointError as error:
             yield f"{path.name}: {error}"
@@ -85,11 +91,11 @@ def _arrays(manifest: Manifest) -> Iterator[str]:
         yield f"    {name}: {entry.dtype} {entry.shape}, sha256 {entry.sha256[:16]}…"
 
 
-def import_export(output: str, directory: str, overwrite: bool) -> Loaded:
+def import_checkpoint(export: str, directory: str, overwrite: bool) -> Loaded:
     """Write an export of a whole checkpoint as a checkpoint again; no other checkpoint is removed.
 
     Args:
-        output: path of the export.
+        export: path of the export.
         directory: directory of all checkpoints; it is made if it is not there.
         overwrite: whether a checkpoint of the same step is replaced.
 
@@ -100,11 +106,11 @@ def import_export(output: str, directory: str, overwrite: bool) -> Loaded:
         CheckpointError: the export is damaged or foreign, or the checkpoint cannot be written.
     """
     store = CheckpointStore(directory)
-    if os.path.exists(store.directory / MANIFEST):
+    if is_checkpoint(store.directory):
         raise CheckpointError(
             f"{directory}: is a checkpoint, expected the directory of all. Fix: name {store.directory.parent}, or a new directory."
         )
-    step, snapshot = read_export(output, signing_key())
+    step, snapshot = read_export(export, signing_key())
     steps = store.steps()
     if step in steps and not overwrite:
         raise CheckpointError(

@@ -38,6 +38,15 @@ def axes_of(function, *shapes, batch=(), ways=4):
     return [one.axis for one in found]
 
 
+def test_the_reason_names_the_variable_that_is_gathered():
+    """The columns of ``a`` and the rows of ``b`` are one logical axis, and sorting the columns gathers ``a``."""
+    structs = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((63, 128), (128, 33), (8, 63))]
+    program = jax.make_jaxpr(lambda a, b, x: (x @ a @ b, jnp.sort(a, axis=1)))(*structs)
+    first, second = choose_axes(program, [("a", structs[0]), ("b", structs[1])], [0], 2)
+    assert first.reason.startswith("axis 1 (128) is used in a way that gathers the variable")
+    assert second.reason.startswith("axis 0 (128) is shared with 'a', which is gathered along it")
+
+
 # --- products -------------------------------------------------------------------------------------------------------------------
 
 

@@ -119,6 +119,24 @@ def test_too_many_in_a_row_stop_it_in_the_next_epoch_too():
 
 
 @pytest.mark.slow
+def test_a_resumed_run_counts_the_steps_that_were_skipped_before(tmp_path):
+    x, y = data("input", bad_steps=[1, 2])
+
+    def callbacks():
+        return NanGuard("skip", max_in_a_row=2), BackupAndRestore(tmp_path, save_freq=1, async_=False)
+
+    def interrupt(batch, logs):
+        if batch == 2:
+            raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        Run().fit(x, y, *callbacks(), keras.callbacks.LambdaCallback(on_train_batch_begin=interrupt))
+    guard, backup = callbacks()
+    error, _ = stopped(Run(), x, y, guard, backup)
+    assert (error.batch, guard.skipped, guard.in_a_row) == (2, 1, 2)
+
+
+@pytest.mark.slow
 def test_too_many_rollbacks_stop_it(tmp_path):
     x, y = data("input", bad_steps=[1, 3, 5])
     guard = NanGuard("rollback", max_rollbacks=2)

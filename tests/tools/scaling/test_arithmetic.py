@@ -35,7 +35,7 @@ from lockstep.tools.scaling.results import (
     table_of,
     value_at,
 )
-from lockstep.tools.scaling.terminal import line_of, render
+from lockstep.tools.scaling.terminal import describe_result, render
 
 from .made import BYTES, WITHIN, by_formula, measured
 
@@ -293,7 +293,7 @@ def test_what_is_no_number_is_null_in_json(tmp_path):
 def test_medians_are_those_of_the_table():
     even = measured(1, 32, blocks=(0.01, 0.02))
     assert table_of([even]).rows[0].step == statistics.median(even.blocks)
-    assert line_of(even.setting, even) == "1 device, batch 32: 15 ms per step"
+    assert describe_result(even.setting, even) == "1 device, batch 32: 15 ms per step"
     rows = [measured(1, 8 * power, bare=0.004 * power) for power in (1, 2, 4, 9)]
     outlook = report_of("a net", "command", rows, PredictionOptions()).outlook
     errors = [abs(error) for _, _, error in outlook.checks]

@@ -32,7 +32,7 @@ from lockstep.tools.scaling.benchmark import (
     measure_workload,
 )
 from lockstep.tools.scaling.results import Budget, ScalingSetting, SettingFailure, SettingResult
-from lockstep.tools.scaling.terminal import line_of, progress_reporter
+from lockstep.tools.scaling.terminal import describe_result, progress_reporter
 from lockstep.tools.scaling.workload import FunctionWorkload, Workload, run_workload, workload_of
 
 from .data_of_tests import build, data
@@ -197,7 +197,7 @@ def test_a_batch_without_rows_is_a_row_that_says_so():
     assert failed == SettingFailure(
         ScalingSetting(1, 4096), "Batch size 4096: only 540 rows to train on. Fix: choose a smaller batch."
     )
-    assert "only 540 rows" in line_of(failed.setting, failed)
+    assert "only 540 rows" in describe_result(failed.setting, failed)
 
 
 def test_reasons_are_one_line():

@@ -57,9 +57,9 @@ def choose_axes(
     chosen = search.best()
     found = {number: one for one in chosen for number in one.axes}
     return [
-        _sharded(array, found[array.number], search, paths)
+        _explain_sharded(array, found[array.number], search, paths)
         if array.number in found
-        else _why_whole(array, search, chosen, paths, num_shards)
+        else _explain_whole(array, search, chosen, paths, num_shards)
         for array in search.variables
     ]
 
@@ -87,16 +87,16 @@ class _Candidate:
     is_alone: bool
 
     @property
-    def order(self) -> tuple[float, bool, int]:
+    def sort_key(self) -> tuple[float, bool, int]:
         return self.moved / self.bytes, self.is_alone, min(self.axes)
 
     @property
-    def moved_for_each_byte(self) -> float:
+    def moved_per_large_byte(self) -> float:
         return self.moved / sum(self.large.values())
 
     @property
     def is_expensive(self) -> bool:
-        return self.moved_for_each_byte > MAX_MOVED
+        return self.moved_per_large_byte > MAX_MOVED
 
 
 class _AxisSearch:
@@ -108,12 +108,12 @@ class _AxisSearch:
         self.large = {array.number: array.bytes for array in self.variables if is_large(array.shape)}
         batch = zip(axes.inputs[count:], row_axes, strict=True)
         self.rows = {axes.group(array, axis) for array, axis in batch if axis is not None}
-        found = [*self._shared(), *self._alone()]
+        found = [*self._candidates_of_logical_axes(), *self._candidates_of_single_variables()]
         self.expensive = [one for one in found if one.is_expensive]
-        self.candidates = sorted((one for one in found if not one.is_expensive), key=lambda one: one.order)
+        self.candidates = sorted((one for one in found if not one.is_expensive), key=lambda one: one.sort_key)
         self._conflicts = _conflicts(self.candidates)
 
-    def _shared(self) -> Iterator[_Candidate]:
+    def _candidates_of_logical_axes(self) -> Iterator[_Candidate]:
         """Yield the logical axes that contain an axis of a large variable, gather none, and are not the rows of the batch."""
         groups: dict[AxisKey, dict[int, int]] = defaultdict(dict)
         for array in self.variables:
@@ -138,7 +138,7 @@ class _AxisSearch:
                     found[self.axes.group(array, axis)] += 2 * array.bytes // length
         return found
 
-    def _alone(self) -> Iterator[_Candidate]:
+    def _candidates_of_single_variables(self) -> Iterator[_Candidate]:
         """Yield axes of single variables; the other variables along the same logical axis may be sharded along another one.
 
         The partitioner continues a sharding through all arrays of a logical axis. So these are only logical axes that need no other
@@ -146,8 +146,8 @@ class _AxisSearch:
         """
         views = {array.number: self.axes.views(array) for array in self.variables}
         every = set().union(*views.values())
-        for array in self.variables:
-            for axis in range(len(array.shape)) if array.number in self.large else ():
+        for array in (one for one in self.variables if one.number in self.large):
+            for axis in range(len(array.shape)):
                 is_row = self.axes.group(array, axis) in self.rows
                 if not is_row and self.axes.is_only_summed(array, axis):
                     others = every - views[array.number]
@@ -194,14 +194,13 @@ class _AxisSearch:
 
     def _is_cheaper(self, one: list[int], other: list[int]) -> bool:
         """Return whether a choice moves fewer bytes than another one, and shards its large variables, too."""
-        (moved, sharded), (most, needed) = (
-            (
-                sum(self.candidates[number].moved for number in choice),
-                {variable for number in choice for variable in self.candidates[number].large},
-            )
-            for choice in (one, other)
-        )
-        return moved < most and sharded >= needed
+        return self._moved(one) < self._moved(other) and self._large_in(one) >= self._large_in(other)
+
+    def _moved(self, choice: list[int]) -> int:
+        return sum(self.candidates[number].moved for number in choice)
+
+    def _large_in(self, choice: list[int]) -> set[int]:
+        return {variable for number in choice for variable in self.candidates[number].large}
 
 
 def _conflicts(candidates: Sequence[_Candidate]) -> list[set[int]]:
@@ -225,7 +224,7 @@ def _conflicts(candidates: Sequence[_Candidate]) -> list[set[int]]:
 # --- reasons -------------------------------------------------------------------------------------------------------------------
 
 
-def _sharded(array: ArrayNode, one: _Candidate, search: _AxisSearch, paths: dict[int, str]) -> AxisChoice:
+def _explain_sharded(array: ArrayNode, one: _Candidate, search: _AxisSearch, paths: dict[int, str]) -> AxisChoice:
     collectives = tuple(map(str, one.collectives))
     closing = collectives[0] if len(collectives) == 1 else f"{len(collectives) or 'no'} collectives"
     others = [number for number in one.axes if number != array.number]
@@ -246,7 +245,7 @@ def _columns_and_rows(one: _Candidate, search: _AxisSearch) -> str:
     return " (columns, then rows)" if len(kinds) > 1 else ""
 
 
-def _why_whole(
+def _explain_whole(
     array: ArrayNode, search: _AxisSearch, chosen: Sequence[_Candidate], paths: dict[int, str], num_shards: int
 ) -> AxisChoice:
     if array.number not in search.large:
@@ -267,12 +266,16 @@ def _why_not(
         return "is the axis of the rows"
     if search.axes.is_gathered(array, axis):
         return "is used in a way that gathers the variable"
-    costs = [one.moved_for_each_byte for one in search.expensive if one.axes.get(array.number) == axis]
     arrays = search.axes.members(array, axis)
     for one in chosen:
         if any(arrays.get(number, its) != its for number, its in one.arrays.items()):
             first = next(iter(one.large))
             return f"would shard an array a second time, besides axis {one.axes[first]} of {paths[first]!r}"
+    costs = [one.moved_per_large_byte for one in search.expensive if one.axes.get(array.number) == axis]
     if costs:
         return f"would move {min(costs):.0f} times the bytes of its variables, more than {MAX_MOVED}"
+    large = [one for one in search.variables if one.number in search.large and one.number in arrays]
+    gathered = next((one for one in large if search.axes.is_gathered(one, arrays[one.number])), None)
+    if gathered is not None:
+        return f"is shared with {paths[gathered.number]!r}, which is gathered along it"
     return "is shared with a variable that is sharded alone"

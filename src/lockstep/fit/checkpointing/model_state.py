@@ -193,7 +193,7 @@ _LEFT_OUT = ("model", "_model", "params", "validation_data")
 _OWN_STATE = {
     "KubeflowProgress": {},
     "LearningRateScaling": {"progress": "numbers by name", "_is_first": "flag"},
-    "NanGuard": {"skipped": "count", "rollbacks": "count"},
+    "NanGuard": {"skipped": "count", "rollbacks": "count", "in_a_row": "count"},
     "PrometheusExporter": {},
     "RichProgress": {},
     "StalenessMetrics": {},

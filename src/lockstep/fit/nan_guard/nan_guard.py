@@ -16,7 +16,7 @@ import numpy as np
 
 from lockstep._errors import NonFiniteError, OptionError, one_of, outside_of_strategy, whole_number
 from lockstep._keras import trainer
-from lockstep.execution.nonfinite_gate import GatedStep, NonFiniteGate
+from lockstep.execution.nonfinite_gate import GatedStep
 from lockstep.execution.step_loop import StepHook
 from lockstep.execution.train_functions import StepFunctions
 from lockstep.fit.checkpointing.model_state import KINDS, variables_of
@@ -26,7 +26,9 @@ from lockstep.fit.nan_guard.diagnosis import Diagnosis, describe_nonfinite, diag
 ACTIONS = ("stop", "rollback", "skip")
 _MAX_DIAGNOSES = 5  # of steps that do not end the training: a diagnosis takes long
 
-Rollback = Callable[[], tuple[int, list[list[Any]]] | None]  # number of steps, and the values of all but the metrics
+NewestCheckpoint = Callable[
+    [], tuple[int, list[list[Any]]] | None
+]  # number of steps, and the values of all but the metrics
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,7 @@ class NanGuard(keras.callbacks.Callback):
     Attributes:
         skipped: number of skipped steps.
         rollbacks: number of rollbacks.
+        in_a_row: number of consecutive non-finite steps up to now.
 
     Raises:
         OptionError: an argument is out of its range.
@@ -72,8 +75,8 @@ class NanGuard(keras.callbacks.Callback):
             whole_number("NanGuard: max_in_a_row", max_in_a_row),
             whole_number("NanGuard: max_rollbacks", max_rollbacks),
         )
-        self.skipped = self.rollbacks = 0
-        self.step_guard: Any = None  # the StepGuard, during a call of fit
+        self.skipped = self.rollbacks = self.in_a_row = 0
+        self.step_guard: StepGuard | None = None  # during a call of fit
 
     def on_train_begin(self, logs: Any = None) -> None:
         """See Keras.
@@ -83,14 +86,17 @@ class NanGuard(keras.callbacks.Callback):
         """
         if self.step_guard is None:
             raise outside_of_strategy(self)
+        self.in_a_row = 0
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """See Keras."""
-        self.step_guard.epoch = epoch
+        if self.step_guard:
+            self.step_guard.epoch = epoch
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         """See Keras."""
-        self.step_guard.batch = batch
+        if self.step_guard:
+            self.step_guard.step_in_epoch = batch
 
     def on_test_begin(self, logs: Any = None) -> None:
         """Check the last step before a validation."""
@@ -99,7 +105,8 @@ class NanGuard(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Check the last step of the epoch."""
-        self.step_guard.settle()
+        if self.step_guard:
+            self.step_guard.settle()
 
 
 class NanGuardHook:
@@ -151,19 +158,26 @@ def _newest_checkpoint(context: FitContext) -> tuple[int, list[list[Any]]] | Non
 
 @dataclass(frozen=True)
 class _PendingStep:
-    """A step that was started; its batch is kept until the step has been checked."""
+    """A step that was started.
+
+    Args:
+        epoch: its epoch.
+        step_in_epoch: its number there.
+        batch: its batch, which is kept until the step has been checked.
+        checked_names: variables and losses that its program checks.
+        is_nonfinite: for each of them whether it is not finite, an array on the devices.
+    """
 
     epoch: int
-    number: int
+    step_in_epoch: int
     batch: Any
-    gate: NonFiniteGate
-    names: list[Any]
-    flags: Any
+    checked_names: list[Any]
+    is_nonfinite: Any
 
     def bad(self) -> list[Any]:
         """Wait for the step, and return the names of what is not finite."""
-        flags = np.asarray(self.flags)
-        return [name for name, flag in zip(self.names, flags, strict=True) if flag]
+        flags = np.asarray(self.is_nonfinite)
+        return [name for name, flag in zip(self.checked_names, flags, strict=True) if flag]
 
 
 @dataclass(eq=False)
@@ -173,21 +187,20 @@ class StepGuard(StepHook):
     Args:
         guard: has the options, and counts skipped steps and rollbacks.
         functions: step functions of the model.
-        rollback: gives the newest checkpoint, on every process.
+        newest_checkpoint: loads the newest checkpoint, on every process.
         log: takes a line for the user.
         epoch: the running epoch.
-        batch: number of the step in it that begins next.
+        step_in_epoch: number of the step in it that begins next.
     """
 
     guard: NanGuard
     functions: StepFunctions
-    rollback: Rollback
+    newest_checkpoint: NewestCheckpoint
     log: Callable[[str], None]
     epoch: int = 0
-    batch: int = 0
+    step_in_epoch: int = 0
     _pending: _PendingStep | None = None
     _state: Any = None  # after the last step
-    _in_a_row: int = 0
     _diagnoses: int = 0
 
     def replaced_step(self, gated_step: Callable[[], GatedStep]) -> Callable[[Any, Any], tuple[Any, Any]]:
@@ -206,8 +219,8 @@ class StepGuard(StepHook):
         flags = gated.gate.nonfinite
         flags.copy_to_host_async()
         self._state = new
-        self._pending = _PendingStep(self.epoch, self.batch, batch, gated.gate, gated.gate.names, flags)
-        self.batch += 1
+        self._pending = _PendingStep(self.epoch, self.step_in_epoch, batch, gated.gate.names, flags)
+        self.step_in_epoch += 1
         return logs, new
 
     def settle(self) -> None:
@@ -220,32 +233,43 @@ class StepGuard(StepHook):
                     variable.assign(value)
 
     def allows_checkpoint(self) -> bool:
-        """See :class:`StepHook`: no checkpoint counts a step that will end the training, or be rolled back."""
-        if self.guard.options.action == "stop":
+        """See :class:`StepHook`: a checkpoint counts the steps that were skipped, and none that ends the training or is rolled back."""
+        if self.guard.options.action != "rollback":
             self.settle()
-        return self.guard.options.action != "rollback" or self._pending is None or not self._pending.bad()
+        return self._pending is None or not self._pending.bad()
 
     def _check_pending(self, state: Any) -> Any:
-        """Return the state to continue from if the pending step was not finite, else None; ``state`` is then the state before that step."""
-        before, self._pending = self._pending, None
-        bad = before.bad() if before else []
-        if before is None or not bad:
-            self._in_a_row = 0 if before else self._in_a_row
+        """Check the pending step.
+
+        Args:
+            state: that after the step; if the step was not finite, it is that before it.
+
+        Returns:
+            The state to continue from if the step was not finite, else None.
+        """
+        pending, self._pending = self._pending, None
+        if pending is None:
             return None
-        self._in_a_row += 1
+        bad = pending.bad()
+        if not bad:
+            self.guard.in_a_row = 0
+            return None
+        self.guard.in_a_row += 1
         self.functions.pause()
-        return self._act(before, bad, state)
+        return self._act(pending, bad, state)
 
     def _act(self, step: _PendingStep, bad: list[Any], state: Any) -> Any:
         options, model = self.guard.options, self.functions.model
         cause = self._diagnosis(step, state)
-        text = f"epoch {step.epoch + 1}, step {step.number + 1}: {describe_nonfinite(model, bad)} {cause.sentence}"
-        found = self.rollback() if options.action == "rollback" else None
+        text = (
+            f"epoch {step.epoch + 1}, step {step.step_in_epoch + 1}: {describe_nonfinite(model, bad)} {cause.sentence}"
+        )
+        found = self.newest_checkpoint() if options.action == "rollback" else None
         reason = self._reason_to_stop(found is not None)
         if reason:
             raise NonFiniteError(
                 f"NanGuard: {text} The variables are those before this step. {reason}",
-                *(step.epoch, step.number, cause.replicas, cause.layer, cause.variable, cause.rows),
+                *(step.epoch, step.step_in_epoch, cause.replicas, cause.layer, cause.variable, cause.rows),
             )
         if found is None:
             self.guard.skipped += 1
@@ -272,8 +296,10 @@ class StepGuard(StepHook):
         options = self.guard.options
         if options.action == "stop":
             return 'To continue without such steps, use NanGuard("skip") or NanGuard("rollback").'
-        if self._in_a_row >= options.max_in_a_row:
-            return f"It is the {_ordinal(self._in_a_row)} such step in a row (max_in_a_row={options.max_in_a_row})."
+        if self.guard.in_a_row >= options.max_in_a_row:
+            return (
+                f"It is the {_ordinal(self.guard.in_a_row)} such step in a row (max_in_a_row={options.max_in_a_row})."
+            )
         if options.action == "rollback" and self.guard.rollbacks >= options.max_rollbacks:
             return (
                 f"Training has gone back {self.guard.rollbacks} times already (max_rollbacks={options.max_rollbacks})."

@@ -425,7 +425,7 @@ def serve(
     Raises:
         OptionError: the optimizer's update would be another one on servers, or ``max_staleness`` is out of its range.
     """
-    check_optimizer(optimizer, plan)
+    check_optimizer(optimizer, plan, rules)
     own = type(optimizer).from_config(optimizer.get_config())
     known = plan.identity_of(number) | dict(identity or {})
     me = Peer(number, plan.servers, socket.gethostname(), os.getpid(), identity=known, information={"job": "ps"})

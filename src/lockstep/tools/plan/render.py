@@ -22,7 +22,7 @@ from lockstep.tools.scaling.results import seconds
 if TYPE_CHECKING:
     from lockstep.tools.plan.planner import Plan, PlanRow
 
-_MIN_WIDTH = 140  # columns, if the output is no terminal
+_MIN_WIDTH = 140  # of a line: tables of fewer columns are cut
 _MAX_BARS = 24
 _KINDS = ("weights", "optimizer", "gradients", "activations", "workspace")
 _SUMMARY = ("fits", "needs", "which is", "of", "largest batch", "a step", "rows/s", "price of 1M rows")
@@ -39,14 +39,14 @@ _METHOD = (
 
 
 def text_of(plan: "Plan", *, is_terminal: bool = False) -> str:
-    """Render a plan as text, as wide as the terminal or of 140 columns.
+    """Render a plan as text, as wide as the terminal, but of at least 140 columns.
 
     Args:
         plan: to render.
         is_terminal: whether to use colours.
     """
     file = io.StringIO()
-    columns = max(_MIN_WIDTH, shutil.get_terminal_size((_MIN_WIDTH, 24)).columns)  # Narrower tables are cut.
+    columns = max(_MIN_WIDTH, shutil.get_terminal_size((_MIN_WIDTH, 24)).columns)
     show = Console(file=file, width=columns, force_terminal=is_terminal, highlight=False).print
     show(f"[bold]Plan of {escape(plan.title)}[/]")
     show(_described(plan), style="dim")

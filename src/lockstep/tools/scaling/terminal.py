@@ -33,11 +33,11 @@ from lockstep.tools.scaling.results import (
 if TYPE_CHECKING:
     from lockstep.tools.scaling.api import ScalingReport
 
-_MIN_WIDTH = 100  # of a line, if the output is no terminal
+_MIN_WIDTH = 100  # of a line: tables of fewer columns are cut
 
 
 def render(report: "ScalingReport", *, is_terminal: bool = False) -> str:
-    """Render the report as text, as wide as the terminal or of 100 columns.
+    """Render the report as text, as wide as the terminal, but of at least 100 columns.
 
     Args:
         report: to render.
@@ -63,16 +63,16 @@ def render(report: "ScalingReport", *, is_terminal: bool = False) -> str:
 
 def _results_table(table: ScalingTable) -> RichTable:
     title = "Measured. Speed-up and efficiency, strong: at one global batch, weak: at one batch per device"
-    shown = RichTable(box=SIMPLE_HEAD, title=title, padding=(0, 0, 0, 1), pad_edge=False)
+    rendered = RichTable(box=SIMPLE_HEAD, title=title, padding=(0, 0, 0, 1), pad_edge=False)
     names = ["devices", "batch", "ms a step", "s/epoch", "rows/s", "strong", "weak"]
     for name in [*names, *(["equal rows", "equal time"] if table.metric else [])]:
-        shown.add_column(name, justify="right", no_wrap=True)
+        rendered.add_column(name, justify="right", no_wrap=True)
     if table.metric:
         after = f"after {table.equal_rows:,} rows, and after {seconds(table.equal_seconds)} of training"
-        shown.caption = f"{table.metric} on validation data {after}"
+        rendered.caption = f"{table.metric} on validation data {after}"
     for row in table.rows:
-        shown.add_row(*_cells(row, table))
-    return shown
+        rendered.add_row(*_cells(row, table))
+    return rendered
 
 
 def _cells(row: ScalingRow, table: ScalingTable) -> list[str]:
@@ -94,27 +94,29 @@ def _speed_up(value: float | None, efficiency: float | None) -> str:
 
 
 def _shares_table(table: ScalingTable) -> RichTable:
-    shown = RichTable(box=SIMPLE_HEAD, title="Where a step's time goes, and the greatest memory")
+    rendered = RichTable(box=SIMPLE_HEAD, title="Where a step's time goes, and the peak memory")
     for name in ("devices", "batch", "compute", "communication", "input", "host", "memory"):
-        shown.add_column(name, justify="right")
+        rendered.add_column(name, justify="right")
     for row in table.rows:
         parts = [share(part, row.step) for part in asdict(row.shares).values()]
-        shown.add_row(str(row.setting.devices or "Keras"), str(row.setting.batch), *parts, memory(row.measured.memory))
-    return shown
+        rendered.add_row(
+            str(row.setting.devices or "Keras"), str(row.setting.batch), *parts, memory(row.measured.memory)
+        )
+    return rendered
 
 
 def _prediction_table(prediction: Prediction) -> RichTable:
-    shown = RichTable(box=SIMPLE_HEAD, title="Predicted, not measured")
+    rendered = RichTable(box=SIMPLE_HEAD, title="Predicted, not measured")
     for name in ("devices", "strong: batch", "rows/s", "speed-up", "weak: batch", "rows/s", "speed-up"):
-        shown.add_column(name, justify="right")
+        rendered.add_column(name, justify="right")
     strong = {one.devices: one for one in prediction.strong}
     for weak in prediction.weak:
         cells = []
         for one in (strong.get(weak.devices), weak):
             cells += [f"{one.batch:,}", f"{one.batch / one.seconds:,.0f}", ratio(one.speed_up)] if one else ["–"] * 3
-        shown.add_row(f"{weak.devices:,}", *cells)
-    shown.caption = f"{prediction.described}. {prediction.error}"
-    return shown
+        rendered.add_row(f"{weak.devices:,}", *cells)
+    rendered.caption = f"{prediction.described}. {prediction.error}"
+    return rendered
 
 
 @contextmanager
@@ -131,7 +133,7 @@ def progress_reporter(count: int, stream: TextIO | None = None) -> Iterator[Prog
         def report(setting: ScalingSetting, result: SettingResult | SettingFailure | None) -> None:
             bar.update(task, description=setting.name, advance=0 if result is None else 1)
             if result is not None:
-                bar.console.log(escape(line_of(setting, result)), highlight=False)
+                bar.console.log(escape(describe_result(setting, result)), highlight=False)
 
         yield report
 
@@ -143,13 +145,13 @@ def _line_reporter(count: int, stream: TextIO) -> ProgressCallback:
         nonlocal done
         if result is not None:
             done += 1
-            stream.write(f"lockstep scale: {done} of {count}: {line_of(setting, result)}\n")
+            stream.write(f"lockstep scale: {done} of {count}: {describe_result(setting, result)}\n")
             stream.flush()
 
     return report
 
 
-def line_of(setting: ScalingSetting, result: SettingResult | SettingFailure) -> str:
+def describe_result(setting: ScalingSetting, result: SettingResult | SettingFailure) -> str:
     """Describe the result of a setting in one line."""
     if isinstance(result, SettingFailure):
         return f"{setting.name}: {result.reason}"
