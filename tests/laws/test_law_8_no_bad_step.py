@@ -7,7 +7,7 @@ import keras
 import pytest
 
 from lockstep.callbacks import BackupAndRestore, NanGuard
-from tests.fit.nan_guard.runs import BAD_STEP, CAUSES, STEPS, Run, data, without
+from tests.fit.nan_guard_runs import BAD_STEP, CAUSES, STEPS, Run, data, without
 from tests.support.marks import every_pair, quick_first
 
 pytestmark = pytest.mark.xdist_group(__name__)  # One process traces the operations of the diagnosis once.

@@ -32,7 +32,7 @@ from lockstep.fit.checkpointing.checkpoint_hook import CheckpointHook
 from lockstep.fit.checkpointing.loop_checkpoint import Checkpoint
 from lockstep.fit.hooks import CallbackHooks, FitContext, FitHook, entered
 from lockstep.fit.monitoring.monitor_hook import MonitorHook
-from lockstep.fit.nan_guard.nan_guard import NanGuardHook
+from lockstep.fit.nan_guard import NanGuardHook
 from lockstep.strategies.diagnostics import Diagnostics
 from lockstep.strategies.setup import StrategyOptions, scopes_disabled
 

@@ -24,7 +24,7 @@ from lockstep.distributed.resolvers import ClusterResolver, check_resolver, reso
 from lockstep.execution.nonfinite_gate import GatedStep
 from lockstep.execution.step_loop import StepHook
 from lockstep.fit.hooks import FitContext, single_callback
-from lockstep.fit.nan_guard.nan_guard import NanGuard
+from lockstep.fit.nan_guard import NanGuard
 from lockstep.parameter_server.cluster_coordinator import SchedulingStrategy
 from lockstep.parameter_server.fit_dispatch import ChiefFitDispatch, WorkerFitDispatch
 from lockstep.parameter_server.gradient_step import GradientStep

@@ -21,7 +21,7 @@ from lockstep.execution.step_loop import StepHook
 from lockstep.execution.train_functions import StepFunctions
 from lockstep.fit.checkpointing.model_state import KINDS, variables_of
 from lockstep.fit.hooks import FitContext, single_callback
-from lockstep.fit.nan_guard.diagnosis import Diagnosis, describe_nonfinite, diagnose
+from lockstep.fit.nan_diagnosis import Diagnosis, describe_nonfinite, diagnose
 
 ACTIONS = ("stop", "rollback", "skip")
 _MAX_DIAGNOSES = 5  # of steps that do not end the training: a diagnosis takes long

@@ -15,7 +15,7 @@ from lockstep.callbacks import BackupAndRestore, NanGuard
 from lockstep.checkpoint.store import CheckpointStore
 from lockstep.execution import nonfinite_gate
 
-from .runs import BAD_REPLICA, BAD_STEP, BATCH, CAUSES, SAID, STEPS, Run, data, left_by, without
+from .nan_guard_runs import BAD_REPLICA, BAD_STEP, BATCH, CAUSES, SAID, STEPS, Run, data, left_by, without
 
 pytestmark = pytest.mark.xdist_group(__name__)  # One process traces the operations of the diagnosis once.
 
@@ -316,7 +316,7 @@ def test_operations_masks_and_layers_within_layers():
 
 
 def test_a_guard_that_cannot_run_the_step_again_still_stops(monkeypatch):
-    monkeypatch.setattr("lockstep.fit.nan_guard.diagnosis.rerun", lambda *_: [][0])
+    monkeypatch.setattr("lockstep.fit.nan_diagnosis.rerun", lambda *_: [][0])
     error, _ = stopped(Run(), *data("layer"), NanGuard())
     assert "could not be run again to find the cause (IndexError: list index out of range)" in str(error)
 
