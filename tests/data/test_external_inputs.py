@@ -14,7 +14,7 @@ import pytest
 
 import lockstep
 from lockstep.data.indexed_batches import IndexedBatches
-from lockstep.data.pass_iterator import capture_random_state
+from lockstep.data.random_state import capture_random_state
 from lockstep.data.sources import make_source
 from tests.laws.compare import Topology
 

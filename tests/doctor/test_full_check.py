@@ -12,7 +12,7 @@ import pytest
 from keras import layers
 
 import lockstep
-from lockstep.data.pass_iterator import capture_random_state
+from lockstep.data.random_state import capture_random_state
 from lockstep.devices.cpu_devices import HostMemory
 from lockstep.doctor.base import FitCall, RuntimeSettings
 from lockstep.doctor.data_checks import ProbedBatches, StepTimings, check_input_speed, check_tf_data_order

@@ -196,7 +196,7 @@ FAULTS = [
     ),
     Mutant(
         "other-deterministic-threads",
-        "devices/determinism.py",
+        "devices/determinism_flags.py",
         "_setting.enabled, _setting.cpu_threads = enabled, cpu_threads",
         "_setting.enabled, _setting.cpu_threads = enabled, CPU_THREADS",
         "The number of threads that set_deterministic was given is forgotten.",
@@ -239,7 +239,7 @@ FAULTS = [
     ),
     Mutant(
         "tree-split-one-too-early",
-        "collectives/tree.py",
+        "collectives/fixed_tree_sum.py",
         "ends = [sum(part.shape[1] for part in flat[: n + 1]) for n in range(len(flat) - 1)]",
         "ends = [sum(part.shape[1] for part in flat[:n]) for n in range(len(flat) - 1)]",
         "Small arrays that travel together come apart in wrong places.",

@@ -14,6 +14,7 @@ from lockstep.collectives.base import (
     ReduceOp,
     all_reduce,
 )
+from lockstep.collectives.fixed_tree_sum import TreeAllReduce
 from lockstep.collectives.platform import AutoAllReduce, HalfPrecisionAllReduce, NcclAllReduce
 from lockstep.collectives.point_to_point import (
     HalvingDoublingAllReduce,
@@ -21,7 +22,6 @@ from lockstep.collectives.point_to_point import (
     ReductionToOneDevice,
     RingAllReduce,
 )
-from lockstep.collectives.tree import TreeAllReduce
 
 __all__ = [
     "ALGORITHMS",

@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from lockstep._errors import InputError
-from lockstep.data.pass_iterator import EpochHook, restore_random_state
+from lockstep.data.pass_iterator import EpochHook
+from lockstep.data.random_state import restore_random_state
 from lockstep.data.sources import InputSource, WrappedSource
 
 

@@ -16,17 +16,9 @@ import numpy as np
 
 from lockstep._keras import trainer
 from lockstep.data.indexed_batches import IndexedBatches, UnreadBatchCounter, run_epoch_hook
-from lockstep.data.pass_iterator import (
-    BatchCheck,
-    EpochHook,
-    InputState,
-    IteratorState,
-    PassIterator,
-    Place,
-    capture_random_state,
-    restore_random_state,
-)
+from lockstep.data.pass_iterator import BatchCheck, EpochHook, InputState, IteratorState, PassIterator, Place
 from lockstep.data.prefetch import WaitMeter
+from lockstep.data.random_state import capture_random_state, restore_random_state
 from lockstep.data.sources import DatasetSource, InputSource
 from lockstep.devices.placement import is_rows
 

@@ -1,11 +1,8 @@
 """One pass over an input, and its state: position, random state and digest, from which another process resumes."""
 
-import base64
 import contextlib
 import hashlib
 import inspect
-import random
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -17,10 +14,9 @@ import numpy as np
 
 from lockstep._errors import InputError
 from lockstep.data.prefetch import BatchReader, InlineReader, Prefetcher, WaitMeter
-from lockstep.data.sources import InputSource, decode_torch_state, encode_bytes
+from lockstep.data.random_state import capture_random_state, restore_random_state
+from lockstep.data.sources import InputSource
 from lockstep.devices.placement import is_on_cpu
-
-_TWISTER_WORDS = 624  # of the state of a Mersenne twister
 
 EpochHook = list[Any]  # "begin" or "end" of an epoch, and the random state before the data's hook ran
 
@@ -97,55 +93,6 @@ def check_same_batch(name: str, state: IteratorState, batch: Any) -> None:
             f"{state.batches} of this pass is not the one that was trained on. Fix: give it the same data, and its shuffling a seed; or "
             "begin anew with another directory."
         )
-
-
-def capture_random_state() -> dict[str, Any]:
-    """Return the state of the global generators: ``random``, ``numpy.random`` and, if it is loaded, torch; as values of JSON."""
-    version, numbers, gauss = random.getstate()
-    kind, keys, position, has_gauss, cached = np.random.get_state()
-    found: dict[str, Any] = {
-        "random": [version, list(numbers), gauss],
-        "numpy": [
-            kind,
-            encode_bytes(np.asarray(keys, "uint32").tobytes()),
-            int(position),
-            int(has_gauss),
-            float(cached),
-        ],
-    }
-    if "torch" in sys.modules:
-        found["torch"] = encode_bytes(sys.modules["torch"].get_rng_state().numpy().tobytes())
-    return found
-
-
-def restore_random_state(state: dict[str, Any]) -> None:
-    """Set the state that :func:`capture_random_state` returned; torch's only if it is loaded."""
-    _set_random_state(state, random, np.random, sys.modules.get("torch"))
-
-
-def check_random_state(state: Any) -> None:
-    """Raise ValueError if this is no result of :func:`capture_random_state`. No generator changes."""
-    try:
-        gauss, (position, has_gauss, cached) = state["random"][2], state["numpy"][2:]
-        if not (gauss is None or type(gauss) is float) or type(cached) is not float or has_gauss not in (0, 1):
-            raise ValueError("a normal number")
-        if type(position) is not int or not 0 <= position <= _TWISTER_WORDS:  # NumPy would read beyond its memory.
-            raise ValueError("a position")
-        torch = sys.modules.get("torch")
-        generator = torch.Generator() if torch else None
-        _set_random_state(state, random.Random(), np.random.RandomState(0), generator)
-    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        raise ValueError(f"no state of random generators: {error}") from None
-
-
-def _set_random_state(state: dict[str, Any], python: Any, numpy: Any, torch: Any) -> None:
-    """Set the states of generators, each given as its object or its module."""
-    version, numbers, gauss = state["random"]
-    kind, keys, position, has_gauss, cached = state["numpy"]
-    python.setstate((version, tuple(numbers), gauss))
-    numpy.set_state((kind, np.frombuffer(base64.b64decode(keys), "uint32"), position, has_gauss, cached))
-    if "torch" in state and torch is not None:
-        (getattr(torch, "set_rng_state", None) or torch.set_state)(decode_torch_state(state["torch"]))
 
 
 Place = Callable[[Any], Any]

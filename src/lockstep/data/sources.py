@@ -26,6 +26,7 @@ import numpy as np
 from lockstep._errors import InputError, check_depth, shown
 from lockstep._keras import trainer
 from lockstep._logging import log_info
+from lockstep.data.random_state import decode_torch_state, encode_bytes
 
 _MAX_PASSES = 1_000_000  # that a resumed run begins and drops
 _CLOSE_SECONDS = 10.0  # for threads in the user's code to return when a pass is cut short
@@ -198,16 +199,6 @@ class _ShuffledData:
         owners = self._data, self._data.sampler, getattr(self._data.batch_sampler, "sampler", None)
         found = [getattr(owner, "generator", None) for owner in owners]
         return list({id(one): one for one in found if isinstance(one, torch.Generator)}.values())
-
-
-def encode_bytes(data: bytes) -> str:
-    """Return bytes as text for JSON."""
-    return base64.b64encode(data).decode()
-
-
-def decode_torch_state(kept: str) -> Any:
-    """Return the state of a generator of torch, from the text of its bytes."""
-    return sys.modules["torch"].from_numpy(np.frombuffer(base64.b64decode(kept), "uint8").copy())
 
 
 def check_order_state(state: Any) -> None:

@@ -5,7 +5,7 @@ different rounds. A device keeps at most about log2(its replicas) partial sums a
 
 The step is partitioned into programs (``program_partition.py``). Where the model is called, its replicas run one by one, each as a
 program of one device, in rounds of one replica a device; rows are joined, and sums over replicas, above all
-gradients, are added in the order of one fixed tree (``collectives/tree.py``). So no program that rounds depends on the number of
+gradients, are added in the order of one fixed tree (``collectives/fixed_tree_sum.py``). So no program that rounds depends on the number of
 devices; what depends on it only moves bytes and adds pairs.
 
 What XLA makes of some arithmetic depends on what stands beside it in the program. A replica is therefore compiled alone, once for
@@ -30,7 +30,7 @@ from jax.extend.core import Var, jaxpr_as_fun
 from jax.sharding import Mesh, PartitionSpec
 
 from lockstep._errors import ModelError
-from lockstep.collectives.tree import PartialSum, branches, tree_sum
+from lockstep.collectives.fixed_tree_sum import PartialSum, branches, tree_sum
 from lockstep.devices.batch_split import Layout
 from lockstep.devices.placement import DEVICE_AXIS, PlacedRows, Placement
 from lockstep.execution.jaxpr_utils import is_inexact

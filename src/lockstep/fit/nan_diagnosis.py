@@ -23,7 +23,7 @@ from jax.sharding import NamedSharding
 from lockstep._keras.graph import copy_keras_mask, operations_of
 from lockstep._keras.patches import LAYER_CALL, LOSS, STATELESS_CALL, patched_method
 from lockstep._logging import capitalized, counted, listed
-from lockstep.data.pass_iterator import capture_random_state, restore_random_state
+from lockstep.data.random_state import capture_random_state, restore_random_state
 from lockstep.devices.batch_split import Layout
 from lockstep.devices.names import device_name
 from lockstep.devices.placement import PlacedRows, Placement, count_rows, is_rows, join_rows

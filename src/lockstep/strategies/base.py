@@ -19,7 +19,7 @@ from lockstep._logging import counted, log_info
 from lockstep.collectives import CrossDeviceOps
 from lockstep.custom_loops.replica_context import ReplicaModels, open_scopes
 from lockstep.data.fit_entry import InputFactory, ProcessGroup
-from lockstep.devices.determinism import describe_determinism
+from lockstep.devices.determinism_flags import describe_determinism
 from lockstep.devices.names import device_name, is_described, listed_devices
 from lockstep.devices.placement import MeshPlacement, Placement, gather_on_host
 from lockstep.doctor.checks import FitChecks

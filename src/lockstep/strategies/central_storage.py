@@ -10,7 +10,7 @@ from lockstep._errors import OptionError
 from lockstep._keras.graph import layers_of
 from lockstep.collectives import Ops
 from lockstep.data.fit_entry import InputOptions
-from lockstep.devices.determinism import is_deterministic
+from lockstep.devices.determinism_flags import is_deterministic
 from lockstep.devices.names import device_name, resolve_with_parameter_device
 from lockstep.devices.placement import Placement
 from lockstep.execution.executors import CentralExecutor, Executor

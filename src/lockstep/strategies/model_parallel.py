@@ -14,7 +14,7 @@ from lockstep._errors import ModelError, OptionError, check_depth, shown
 from lockstep._keras.sharded_variable import has_layout, lay_out
 from lockstep.collectives import CommunicationOptions, Ops
 from lockstep.data.fit_entry import InputOptions
-from lockstep.devices.determinism import fix_order_on_gpus, is_deterministic
+from lockstep.devices.determinism_flags import fix_order_on_gpus, is_deterministic
 from lockstep.devices.names import listed_devices
 from lockstep.devices.placement import MeshPlacement, Placement
 from lockstep.distributed.resolvers import ClusterResolver

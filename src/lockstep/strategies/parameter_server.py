@@ -14,8 +14,8 @@ from lockstep._errors import ClusterError, ModelError, OptionError, flag, functi
 from lockstep._keras import trainer
 from lockstep._logging import counted, log_info
 from lockstep.data.fit_entry import InputOptions, check_input_options
-from lockstep.data.pass_iterator import capture_random_state, restore_random_state
-from lockstep.devices.determinism import is_deterministic
+from lockstep.data.random_state import capture_random_state, restore_random_state
+from lockstep.devices.determinism_flags import is_deterministic
 from lockstep.devices.names import resolve_devices
 from lockstep.distributed.cluster.env_reader import NetworkOptions, restarts_of
 from lockstep.distributed.control.termination import ExitGuard

@@ -13,7 +13,7 @@ from lockstep.checkpoint.async_writer import BackgroundWriter
 from lockstep.checkpoint.format import Snapshot
 from lockstep.checkpoint.store import CheckpointStore
 from lockstep.data.fit_entry import ProcessGroup
-from lockstep.data.pass_iterator import capture_random_state, restore_random_state
+from lockstep.data.random_state import capture_random_state, restore_random_state
 from lockstep.devices.placement import Placement
 from lockstep.fit.checkpointing.backup_and_restore import SaveFrequency
 from lockstep.fit.checkpointing.model_state import check_fields, copies_of
