@@ -24,6 +24,7 @@ from lockstep.fit.hooks import FitContext, single_callback
 from lockstep.fit.nan_diagnosis import Diagnosis, describe_nonfinite, diagnose
 
 ACTIONS = ("stop", "rollback", "skip")
+_NO_CHECKPOINT = "There is no checkpoint to go back to yet: save more often, BackupAndRestore(save_freq=…)."
 _MAX_DIAGNOSES = 5  # of steps that do not end the training: a diagnosis takes long
 
 NewestCheckpoint = Callable[
@@ -264,9 +265,11 @@ class StepGuard(StepHook):
         text = (
             f"epoch {step.epoch + 1}, step {step.step_in_epoch + 1}: {describe_nonfinite(model, bad)} {cause.sentence}"
         )
-        found = self.newest_checkpoint() if options.action == "rollback" else None
-        reason = self._reason_to_stop(found is not None)
-        if reason:
+        reason, found = self._reason_to_stop(), None
+        if options.action == "rollback" and reason is None:
+            found = self.newest_checkpoint()
+            reason = None if found else _NO_CHECKPOINT
+        if reason is not None:
             raise NonFiniteError(
                 f"NanGuard: {text} The variables are those before this step. {reason}",
                 *(step.epoch, step.step_in_epoch, cause.replicas, cause.layer, cause.variable, cause.rows),
@@ -287,12 +290,12 @@ class StepGuard(StepHook):
         return trainable, non_trainable, optimizer, list(state[-1])
 
     def _diagnosis(self, step: _PendingStep, state: Any) -> Diagnosis:
-        if self._diagnoses >= _MAX_DIAGNOSES and not self._reason_to_stop(True):
+        if self._diagnoses >= _MAX_DIAGNOSES and self._reason_to_stop() is None:
             return Diagnosis(f"It was not run again to find the cause, as the first {_MAX_DIAGNOSES} were.")
         self._diagnoses += 1
         return diagnose(self.functions, tuple(list(part) for part in state), step.batch)
 
-    def _reason_to_stop(self, has_checkpoint: bool) -> str | None:
+    def _reason_to_stop(self) -> str | None:
         options = self.guard.options
         if options.action == "stop":
             return 'To continue without such steps, use NanGuard("skip") or NanGuard("rollback").'
@@ -304,8 +307,6 @@ class StepGuard(StepHook):
             return (
                 f"Training has gone back {self.guard.rollbacks} times already (max_rollbacks={options.max_rollbacks})."
             )
-        if options.action == "rollback" and not has_checkpoint:
-            return "There is no checkpoint to go back to yet: save more often, BackupAndRestore(save_freq=…)."
         return None
 
 
