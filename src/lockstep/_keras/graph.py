@@ -15,7 +15,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -459,6 +459,23 @@ def _divert_grouped(name: str) -> Callable[..., Any]:
     return convolve
 
 
+@dataclass
+class _TraceFindings:
+    """What the trace of a recomputed layer finds besides arrays, which it returns.
+
+    Args:
+        outputs: structure of the outputs.
+        stored: the attributes that get an array.
+        owners: for each loss the layer that it is added to.
+        others: keys of further variables that get a value.
+    """
+
+    outputs: Any = None
+    stored: list[AttributeLeaf] = field(default_factory=list)
+    owners: list[Any] = field(default_factory=list)
+    others: list[Any] = field(default_factory=list)
+
+
 def _recomputed_call(
     layer: Any,
     method: Callable[..., Any],
@@ -473,7 +490,7 @@ def _recomputed_call(
     known = [variable for variable in layer.variables if scope.get_current_value(variable) is not None]
     values, is_shard = _values_to_keep([(variable, scope.get_current_value(variable)) for variable in known], shards)
     own_keys = {id(variable) for variable in known}
-    learned: dict[str, Any] = {}  # what the trace finds besides arrays
+    found = _TraceFindings()
 
     def run(values: list[Any], arrays: dict[int, Any], masks: list[Any]) -> Any:
         _set_masks(arrays.values(), masks)
@@ -492,27 +509,26 @@ def _recomputed_call(
         others = {key: new for key, new in inner.state_mapping.items() if key not in own_keys}
         others = {key: new for key, new in others.items() if new is not scope.state_mapping.get(key)}
         stored = {place: new for place, new in attribute_arrays(layer).items() if new is not stored_before.get(place)}
-        outputs, learned["outputs"] = jax.tree.flatten(outputs)
-        learned["stored"] = list(stored)
+        outputs, found.outputs = jax.tree.flatten(outputs)
+        found.stored, found.others = list(stored), list(others)
         after = [inner.get_current_value(variable) for variable in known]
         changes = [None if new is old else new for new, old in zip(after, before, strict=True)]
-        learned["owners"] = [_take_loss(layer, loss) for loss in inner.losses]
-        learned["others"] = list(others)
+        found.owners = [_take_loss(layer, loss) for loss in inner.losses]
         masks = [get_keras_mask(output) for output in outputs]
         return outputs, masks, [*changes, *others.values()], inner.losses, list(stored.values())
 
     masks = [get_keras_mask(array) for array in arrays.values()]
     outputs, masks, changes, losses, stored = jax.checkpoint(run)(values, arrays, masks)
     changes, others = changes[: len(known)], changes[len(known) :]
-    scope.state_mapping.update(zip(learned["others"], others, strict=True))
-    set_attribute_leaves(learned["stored"], stored)
+    scope.state_mapping.update(zip(found.others, others, strict=True))
+    set_attribute_leaves(found.stored, stored)
     _set_masks(outputs, masks)
     for variable, new in zip(known, changes, strict=True):
         if new is not None:
             scope.add_update((variable, new))
-    for owner, loss in zip(learned["owners"], losses, strict=True):
+    for owner, loss in zip(found.owners, losses, strict=True):
         owner.add_loss(loss)
-    return jax.tree.unflatten(learned["outputs"], outputs)
+    return jax.tree.unflatten(found.outputs, outputs)
 
 
 def _set_masks(tensors: Iterable[Any], masks: Iterable[Any]) -> None:
