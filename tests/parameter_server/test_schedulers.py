@@ -166,7 +166,7 @@ def test_results_that_cannot_be_encoded_are_named(value, what):
 
 
 def fact(what, arrays=None):
-    return {"kind": "fact", "what": what}, arrays or {}
+    return {"kind": "published", "what": what}, arrays or {}
 
 
 def test_sync_points_are_kept_up_to_their_limit_and_the_newest_always():

@@ -297,13 +297,16 @@ def test_a_wait_for_the_chief_ends_when_it_publishes_or_opens_the_call(wait):
             assert (what, arrays["state"].tolist()) == ({"seed": 3}, [1, 1])
 
 
-@pytest.mark.parametrize("wait", ["ask", "enter", "take"])
-def test_a_chief_that_answers_and_does_nothing_is_named_after_the_limit(wait):
+@pytest.mark.parametrize(
+    ("wait", "words"),
+    [("ask", "a message for all workers"), ("enter", "the beginning of a call"), ("take", "a task")],
+)
+def test_a_chief_that_answers_and_does_nothing_is_named_after_the_limit(wait, words):
     with ServedDispatcher() as served:
         client = served.client(1, timeout_seconds=0.1, long_seconds=0.4)
         ask = {"ask": lambda: client.wait_for(1, "a"), "enter": lambda: client.enter(2), "take": lambda: client.take(1)}
         with pytest.raises(
-            ClusterError, match=r"chief at \S+ answers, and has done nothing for 0 s, .* at '" + wait
+            ClusterError, match=r"chief at \S+ answers, and has done nothing for 0 s, .* waits for " + words
         ) as caught:
             ask[wait]()
         assert caught.value.exit_code == NO_PROGRESS
@@ -385,7 +388,7 @@ def test_a_published_message_replaces_the_earlier_one_of_its_call():
     for number in (1, 2):
         dispatcher.publish("state", {"number": number}, {"w": np.int64(number)})
         message, arrays = request(dispatcher, worker, "ask", key="state")
-        assert (message, int(arrays["w"])) == ({"kind": "fact", "what": {"number": number}}, number)
+        assert (message, int(arrays["w"])) == ({"kind": "published", "what": {"number": number}}, number)
     dispatcher.close({})
     dispatcher.open(2)
     assert kind_of(dispatcher, worker, "ask", call=2, key="state") == "nothing"

@@ -17,6 +17,11 @@ from lockstep.parameter_server.variables.rpc_client import Response, RpcClient, 
 
 _UNUSED_KEY = "end of the call"  # The dispatcher never publishes it, so a request for it lasts until then.
 _MAX_BYTES = 2**31  # Of the arrays of one response.
+_AWAITED = {
+    "enter": "the beginning of a call",
+    "ask": "a message for all workers",
+    "take": "a task",
+}  # by kind of a request
 _IDLE_SECONDS = 0.05  # A worker that waits longer for a task counts as idle.
 
 
@@ -122,18 +127,18 @@ class TaskClient:
             CallEnded: the chief has ended the call.
             ClusterError: the chief is lost, or has failed.
         """
-        message, arrays = self._wait({"kind": "ask", "call": call, "key": key}, "fact")
+        message, arrays = self._wait({"kind": "ask", "call": call, "key": key}, "published")
         return message["what"], arrays
 
     def wait_for_sync_point(self, call: int, point: int) -> ScriptSyncPoint:
         """Wait for what the chief publishes at a sync point of the script; errors as for :meth:`wait_for`."""
-        message, arrays = self._wait({"kind": "ask", "call": call, "point": point}, "fact")
+        message, arrays = self._wait({"kind": "ask", "call": call, "point": point}, "published")
         return ScriptSyncPoint(message["what"], arrays)
 
     def wait_for_end(self, call: int) -> CallResult:
         """Wait until the chief ends a call; ClusterError as for :meth:`enter`."""
         try:
-            self._wait({"kind": "ask", "call": call, "key": _UNUSED_KEY}, "fact")
+            self._wait({"kind": "ask", "call": call, "key": _UNUSED_KEY}, "published")
         except CallEnded as ended:
             return ended.result
         raise AssertionError(f"the chief has published {_UNUSED_KEY!r}")
@@ -148,8 +153,8 @@ class TaskClient:
             requested: response to :meth:`request_task`, if that was called before.
             until: limits the tasks and the wait; None: all tasks, until the call ends.
         """
-        message, arrays = self._wait(_take_message(call, until), ("task", "fact"), requested)
-        if message["kind"] == "fact":
+        message, arrays = self._wait(_take_message(call, until), ("task", "published"), requested)
+        if message["kind"] == "published":
             return ScriptSyncPoint(message["what"], arrays)
         return Task(int(message["task"]), message["what"], arrays, int(message.get("below", 0)))
 
@@ -201,8 +206,8 @@ class TaskClient:
                 raise ClusterError(str(found[0]["sentence"]), int(found[0]["code"]))
             if (idle := float(found[0]["idle"])) > self._long:
                 raise ClusterError(
-                    f"{self._rpc_client.name} answers, and has done nothing for {idle:.0f} s, while this process waits for it at "
-                    f"{message['kind']!r}. Fix: see where the program of the chief hangs; if it is only slow, raise timeout_seconds.",
+                    f"{self._rpc_client.name} answers, and has done nothing for {idle:.0f} s, while this process waits for "
+                    f"{_AWAITED[message['kind']]}. Fix: see where the program of the chief hangs; if it is only slow, raise timeout_seconds.",
                     NO_PROGRESS,
                 )
             found = self._request(message).result()

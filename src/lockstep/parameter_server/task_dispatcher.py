@@ -179,9 +179,9 @@ class SyncPointLog:
         if number >= self._first + len(self._entries):
             return None
         if number < self._first:
-            return {"kind": "fact", "what": {"is_forgotten": True}}, {}
+            return {"kind": "published", "what": {"is_forgotten": True}}, {}
         what, arrays = self._entries[number - self._first]
-        return {"kind": "fact", "what": what}, {**arrays, **self._weights.get(number, {})}
+        return {"kind": "published", "what": what}, {**arrays, **self._weights.get(number, {})}
 
 
 def _size_of(arrays: Arrays) -> int:
@@ -502,7 +502,7 @@ class TaskDispatcher:
     def _ask(self, session: ClientSession, message: Message, arrays: Arrays) -> Response:
         def look_up() -> Response | None:
             found = self._published.get(str(message.get("key")))
-            return None if found is None else ({"kind": "fact", "what": found[0]}, found[1])
+            return None if found is None else ({"kind": "published", "what": found[0]}, found[1])
 
         return self._poll_until(session, message, look_up)
 
