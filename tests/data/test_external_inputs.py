@@ -120,6 +120,22 @@ def test_every_row_once_in_order_with_the_numbers_of_keras(kind, topology):
     np.testing.assert_allclose(weights(model), weights(plain), rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize("steps", [None, 3])
+def test_a_loader_of_torch_with_a_generator_gives_the_orders_that_keras_gets(steps):
+    """At the end of a pass of whole batches torch draws an order; a thread that read so far would draw it before Keras ends the pass."""
+
+    def train(topology):
+        model, order = counting(topology)
+        x, y = data(ROWS - ROWS % BATCH)
+        given = of_torch_own_generator(x, y)
+        model.fit(**given, epochs=5, steps_per_epoch=steps, shuffle=False, verbose=0, callbacks=[order])
+        return weights(model), [list(epoch) for epoch in order.epochs]
+
+    (expected, orders), (found, read) = train(None), train(Topology(2, 1))
+    assert read == orders
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
 @pytest.mark.parametrize("kind", [each for each in KINDS if each not in (of_tf_endless, of_pandas)])
 def test_evaluate_and_predict(kind):
     x, y = data()

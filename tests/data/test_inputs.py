@@ -6,6 +6,7 @@ import functools
 import logging
 import math
 import random
+import threading
 
 import jax
 import keras
@@ -16,7 +17,7 @@ from keras.src.backend.jax.trainer import JAXEpochIterator
 import lockstep
 from lockstep._keras import trainer
 from lockstep.data.keras_adapter import KerasInput, next_batch
-from lockstep.data.sources import make_source
+from lockstep.data.sources import InputSource, make_source
 from tests.laws.compare import Topology
 
 from .programs import BATCH, ROWS, STEPS, TOPOLOGIES, counting, cut, data, weights
@@ -617,3 +618,40 @@ def test_an_error_of_a_callback_is_not_taken_for_the_end_of_the_data(method, err
 
     with pytest.raises(error, match="of the user"):
         linear(two_devices).fit(X, Y, verbose=0, callbacks=[keras.callbacks.LambdaCallback(**{method: fail})])
+
+
+class EndsWithCode(InputSource):
+    """Three batches, after which code of the user runs."""
+
+    num_batches = 3
+
+    def __init__(self):
+        super().__init__("source")
+        self.has_ended = threading.Event()
+
+    def batches(self):
+        yield from np.zeros((3, 2, 1))
+        self.has_ended.set()
+
+
+@pytest.mark.parametrize("steps", [None, 2])
+def test_no_thread_reads_what_no_step_of_keras_takes(steps):
+    """Such as the end of a loader of torch, which draws the order of a pass that does not come."""
+    source = EndsWithCode()
+    read = KerasInput(source, lambda batch: batch, depth=4, steps=steps, report=print)
+    batches = read.get_jax_iterator()
+    for _ in range(1 if steps is None else 2):
+        read.on_epoch_begin()
+        for _ in range(min(steps or 3, 3 - batches.position)):
+            next_batch(batches, None)
+        assert not source.has_ended.wait(0.3)
+        read.on_epoch_end()
+    read.close()
+
+
+def test_masked_arrays_are_refused_like_by_keras():
+    model, _ = counting(Topology(2, 1))
+    x, y = data()
+    for given in ({"x": np.ma.array(x), "y": y}, {"x": x, "y": np.ma.array(y)}):
+        with pytest.raises(lockstep.InputError, match=r"expected arrays, got a masked array, .* Fix: array.filled"):
+            model.fit(**given, verbose=0)

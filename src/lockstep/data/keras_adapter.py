@@ -133,7 +133,7 @@ class KerasInput(trainer.DataAdapter):
         if not self._ran_before_resume("begin", "end"):
             self._run_hook("begin")
         if self._pass:
-            self._pass.set_limit(self._settings.steps - self._resume.steps)
+            self._limit_pass(self._pass)
 
     def on_epoch_end(self) -> None:
         """End an epoch."""
@@ -330,8 +330,14 @@ class KerasInput(trainer.DataAdapter):
             self._pass.at_begin = before.at_begin  # Batches that were only read are still part of this pass.
         if start:
             self._pass.seek()
-        self._pass.set_limit(settings.steps - self._resume.steps)
+        self._limit_pass(self._pass)
         return self._pass
+
+    def _limit_pass(self, of_pass: PassIterator) -> None:
+        """Have a pass read no batch that no step of this epoch takes: the user's code after its last batch may change what follows."""
+        known = self._source.num_batches
+        left = math.inf if known is None else max(0, known - of_pass.position)
+        of_pass.set_limit(min(left, self._settings.steps - self._resume.steps))
 
     def _place(self, batch: Any) -> Any:
         self.rows = self.rows or _count_rows(batch)

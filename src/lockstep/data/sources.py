@@ -543,6 +543,11 @@ def check_data(argument: str, data: Any, *, is_arrays: bool = False, may_be_empt
             raise InputError(f"{argument}: expected arrays, got {shown(data)}. Fix: convert lists with numpy.asarray.")
         if is_arrays and not is_array and not (trainer.can_convert_arrays(leaf) and getattr(leaf, "shape", None)):
             raise InputError(f"{argument}: expected arrays (rows, …), got a {type(leaf).__name__}: {shown(leaf)}.")
+        if isinstance(leaf, np.ma.MaskedArray):
+            raise InputError(
+                f"{argument}: expected arrays, got a masked array, whose masked values would be used. Fix: array.filled(value), and a "
+                "keras.layers.Masking."
+            )
         if is_array and (not leaf.ndim or leaf.dtype.kind in NON_NUMERIC_KINDS or not (may_be_empty or len(leaf))):
             raise InputError(
                 f"{argument}: expected rows of numbers, got an array of {leaf.dtype} of shape {leaf.shape}: {shown(leaf)}. Fix: turn "

@@ -1,6 +1,7 @@
 """BackupAndRestore besides law 3: what is refused, what goes on, and what is kept when."""
 
 import contextlib
+import itertools
 import logging
 import shutil
 import weakref
@@ -226,6 +227,23 @@ def test_other_data_are_refused(tmp_path):
     Run(tmp_path).fit(4)
     with pytest.raises(lockstep.InputError, match=r"batch 2 of this pass is not the one that was trained on"):
         Run(tmp_path, given={"x": x + 1, "y": y, "batch_size": 16}).fit()
+
+
+@pytest.mark.slow
+def test_a_validation_that_is_read_again_does_not_change_what_the_training_draws(tmp_path):
+    x, y = data()
+
+    def in_turn():
+        for first in itertools.count(step=3):
+            yield x[first % 64 : first % 64 + 8], y[first % 64 : first % 64 + 8]
+
+    def train(folder, stop=None):
+        validation = {"validation_data": in_turn(), "validation_steps": 2}
+        return Run(tmp_path / folder, "generator", validation=lambda: validation).fit(stop=stop)
+
+    whole_run = train("whole")
+    assert train("stopped", stop=8) is None
+    assert train("stopped") == whole_run
 
 
 @pytest.mark.slow

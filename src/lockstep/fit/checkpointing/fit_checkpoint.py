@@ -544,12 +544,14 @@ class FitCheckpoint(StepHook):
             )
 
     def _resume_validation(self) -> None:
-        """Resume the validation input; if that gives other batches, the training is still that of the earlier run."""
+        """Resume the validation input, without a change of the random state; errors cost no more than the metrics of validations."""
         if self._validation and self.resumed.validation:
+            before = capture_random_state()  # A pass of the training input may have begun with it.
             try:
                 self._validation.set_state(self.resumed.validation, steps=0)
             except InputError as error:
                 self._log(f"the metrics of validations may not be those of an uninterrupted run: {error}")
+            restore_random_state(before)
 
     def _report_changed_batch(self) -> None:
         """Log, after the first step, if the batch has changed and the learning rate has not."""
