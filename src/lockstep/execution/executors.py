@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import keras
 from jax.sharding import PartitionSpec, SingleDeviceSharding
 
-from lockstep._keras.graph import recompute_layers, replaced_grouped_convolutions
+from lockstep._keras.graph import copy_keras_mask, recompute_layers, replaced_grouped_convolutions
 from lockstep._keras.patches import LAYER_CALL, patched_method
 from lockstep.collectives import AutoAllReduce, CrossDeviceOps
 from lockstep.devices.batch_split import Layout, rows_of_replicas
@@ -70,12 +70,17 @@ class Executor(Protocol):
 
     Attributes:
         global_batch_note: how a model runs that cannot be split into replicas; part of log messages.
+        divides_calls: whether XLA divides a call on the global batch over several devices.
         supports_second_derivatives: whether a forward pass may be differentiated twice, as for gradient penalties of models
             within a model.
     """
 
     global_batch_note: str
     supports_second_derivatives: bool
+
+    @property
+    def divides_calls(self) -> bool:
+        """See above."""
 
     @property
     def eager_device(self) -> jax.Device:
@@ -96,8 +101,15 @@ class Executor(Protocol):
     def forward(self, forward: SpmdForward, inputs: list[Any], placed: list[PlacedRows | None]) -> ReplicaResult:
         """Run the forward pass on joined inputs, ``(rows, …)``; ``placed`` are those that are on the devices already."""
 
-    def call_whole(self, call: ModelCall, placed: list[PlacedRows | None]) -> tuple[Any, list[Any], list[Any]]:
-        """Make a call of a model on the global batch; ``placed`` are those of its inputs that are on the devices already.
+    def call_whole(
+        self, call: ModelCall, placed: list[PlacedRows | None], *, is_divided: bool = True
+    ) -> tuple[Any, list[Any], list[Any]]:
+        """Make a call of a model on the global batch.
+
+        Args:
+            call: the call.
+            placed: those of its inputs that are on the devices already.
+            is_divided: whether devices may share the work; else each computes all rows.
 
         Returns:
             Outputs, new values of the non-trainable variables, and losses.
@@ -121,6 +133,11 @@ class SpmdExecutor:
         self, placement: Placement, ops: CrossDeviceOps, *, shard: Shard = None, recompute: Recompute = None
     ) -> None:
         self.placement, self.ops, self.shard, self.recompute = placement, ops, shard, recompute
+
+    @property
+    def divides_calls(self) -> bool:
+        """See :class:`Executor`."""
+        return self.placement.row_shards > 1
 
     @property
     def joins_steps(self) -> bool:
@@ -206,10 +223,22 @@ class SpmdExecutor:
         """Return the shardings of a state: trainable and non-trainable variables, for training those of the optimizer, and metrics."""
         return _state_shardings(state, self.placement, self.shard)
 
-    def call_whole(self, call: ModelCall, placed: list[PlacedRows | None]) -> tuple[Any, list[Any], list[Any]]:
+    def call_whole(
+        self, call: ModelCall, placed: list[PlacedRows | None], *, is_divided: bool = True
+    ) -> tuple[Any, list[Any], list[Any]]:
         """See :class:`Executor`."""
         with recompute_whole(call.model, self.placement, self.recompute):
-            return call.make()
+            return call.make() if is_divided else self._make_on_all(call)
+
+    def _make_on_all(self, call: ModelCall) -> tuple[Any, list[Any], list[Any]]:
+        """Make a call on all rows on each device: XLA continues a sharding of arguments and results to what is between them."""
+        cut = zip(call.leaves, call.is_cut, strict=True)
+        own = replace(call, leaves=[self._on_all(leaf) if is_cut else leaf for leaf, is_cut in cut])
+        outputs, state, losses = own.make()
+        return jax.tree.map(lambda leaf: copy_keras_mask(leaf, self._on_all(leaf)), outputs), state, losses
+
+    def _on_all(self, array: jax.Array) -> jax.Array:
+        return jax.lax.with_sharding_constraint(array, self.placement.replicated)
 
     def join_rows(self, rows: PlacedRows) -> jax.Array:
         """See :class:`Executor`."""
@@ -245,6 +274,7 @@ class DeterministicExecutor:
 
     global_batch_note = "on every device alike"
     supports_second_derivatives = False
+    divides_calls = False
 
     def __init__(self, placement: Placement, shard: Shard = None) -> None:
         self.placement, self.shard = placement, shard
@@ -282,7 +312,9 @@ class DeterministicExecutor:
         forward = replace(forward, call=rewrite_for_cpu(forward.call, self.placement.platform))
         return forward_isolated(forward, inputs, self.placement)
 
-    def call_whole(self, call: ModelCall, placed: list[PlacedRows | None]) -> tuple[Any, list[Any], list[Any]]:
+    def call_whole(
+        self, call: ModelCall, placed: list[PlacedRows | None], *, is_divided: bool = True
+    ) -> tuple[Any, list[Any], list[Any]]:
         """See :class:`Executor`."""
         return call.make()
 
@@ -296,6 +328,7 @@ class EagerExecutor:
 
     global_batch_note = "on one device"
     supports_second_derivatives = True
+    divides_calls = False
 
     def __init__(self, device: jax.Device) -> None:
         self.eager_device = device
@@ -323,7 +356,9 @@ class EagerExecutor:
         """See :class:`Executor`."""
         return forward_eagerly(forward, [jnp.asarray(value) for value in inputs])
 
-    def call_whole(self, call: ModelCall, placed: list[PlacedRows | None]) -> tuple[Any, list[Any], list[Any]]:
+    def call_whole(
+        self, call: ModelCall, placed: list[PlacedRows | None], *, is_divided: bool = True
+    ) -> tuple[Any, list[Any], list[Any]]:
         """See :class:`Executor`."""
         return call.make()
 
@@ -529,9 +564,13 @@ class ModelParallelExecutor(SpmdExecutor):
         array = super().join_rows(rows)
         return array if rows.layout.is_full else self._on_all(array)
 
-    def call_whole(self, call: ModelCall, placed: list[PlacedRows | None]) -> tuple[Any, list[Any], list[Any]]:
+    def call_whole(
+        self, call: ModelCall, placed: list[PlacedRows | None], *, is_divided: bool = True
+    ) -> tuple[Any, list[Any], list[Any]]:
         """See :class:`Executor`."""
         call = replace(call, function=functools.partial(self._call_sharded, call.model, call.function))
+        if not is_divided:
+            return self._make_on_all(call)
         layout = self.placement.layout(call.rows) if call.rows else None
         if layout is None or layout.is_full:
             return call.make()
@@ -541,8 +580,7 @@ class ModelParallelExecutor(SpmdExecutor):
             self._log(
                 f"each row of devices computes all rows of a batch that {layout.devices} of them do not divide: {reason}"
             )
-            cut = zip(call.leaves, call.is_cut, strict=True)
-            return replace(call, leaves=[self._on_all(leaf) if is_cut else leaf for leaf, is_cut in cut]).make()
+            return self._make_on_all(call)
 
     def _call_on_padding(
         self, call: ModelCall, placed: list[PlacedRows | None], layout: Layout
@@ -610,6 +648,3 @@ class ModelParallelExecutor(SpmdExecutor):
 
         with patched_method(LAYER_CALL, self.shardings.layers_with_rules(), around):
             yield
-
-    def _on_all(self, array: jax.Array) -> jax.Array:
-        return jax.lax.with_sharding_constraint(array, self.placement.replicated)

@@ -137,3 +137,41 @@ def _body(equation: JaxprEqn, refuse: Callable[[str], Any]) -> ClosedJaxpr:
         refuse(f"inside jax.lax.{name} or a loop that compiles to it")
     closed = next(value for value in equation.params.values() if isinstance(value, (Jaxpr, ClosedJaxpr)))
     return closed if isinstance(closed, ClosedJaxpr) else ClosedJaxpr(closed, [])
+
+
+# Operations that jaxlib 0.10.2 divides over devices with wrong gradients along some axes, or not at all: decision 66.
+_WINDOWS = (
+    "reduce_window",
+    "reduce_window_max",
+    "reduce_window_min",
+    "select_and_scatter_add",
+    "select_and_gather_add",
+)
+MISDIVIDED = frozenset({*_WINDOWS, "sort", "dynamic_slice", "dynamic_update_slice"})
+
+
+def is_misdivided(equation: JaxprEqn, other: JaxprEqn | None) -> bool:
+    """Return whether an operation must not be divided along an axis whose length differs in another trace.
+
+    Args:
+        equation: the operation.
+        other: the same one in the other trace; None: any axis may differ.
+    """
+    name, params = equation.primitive.name, equation.params
+    if name not in MISDIVIDED:
+        return False
+    shape = _shape_of(equation.invars[0])
+    lengths = _shape_of(other.invars[0]) if other else (None,) * len(shape)
+    if len(lengths) != len(shape):
+        return True
+    axes = [axis for axis, (length, its) in enumerate(zip(shape, lengths, strict=True)) if length != its]
+    if name == "sort":
+        return params["dimension"] in axes
+    if name in _WINDOWS:
+        return any(params["window_dimensions"][axis] > params["window_strides"][axis] for axis in axes)
+    part = params["slice_sizes"] if name == "dynamic_slice" else _shape_of(equation.invars[1])
+    return any(part[axis] < shape[axis] for axis in axes)
+
+
+def _shape_of(atom: Any) -> tuple[int, ...]:
+    return tuple(atom.aval.shape)

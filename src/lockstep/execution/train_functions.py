@@ -30,10 +30,12 @@ from lockstep.data.prefetch import is_reading_ahead
 from lockstep.devices.names import device_name
 from lockstep.devices.placement import PlacedRows, Placement, is_rows
 from lockstep.execution.call_splitter import (
+    CallTrace,
     CannotSplitError,
     ModelCall,
     infer_output_spec,
     join,
+    misdivided_operation,
     split,
     state_merge,
     trace_call,
@@ -218,7 +220,7 @@ class _ForwardInterceptor:
 
     def _call_split(self, call: ModelCall) -> tuple[Any, list[Any], list[Any]]:
         """Make a call by calls of the replicas; return outputs, new non-trainable values, and losses."""
-        model = call.model
+        model, whole = call.model, None
         # Keras warns when it calls a model, and a compiled model is called in a trace: only the first trace shows warnings.
         is_traced = any(isinstance(leaf, jax.core.Tracer) for leaf in call.leaves)
         with contextlib.ExitStack() as quiet:
@@ -233,14 +235,14 @@ class _ForwardInterceptor:
                 quiet.enter_context(_warnings(not is_traced))
                 sizes = self.executor.partition_calls(layout, whole)
                 if sum(map(len, sizes)) == 1:  # Nothing in the call depends on the replica.
-                    return self._call_whole(call)
+                    return self._call_whole(call, whole)
                 with _warnings(False):
                     spec = infer_output_spec(call, whole, {rows for device in sizes for rows in device if rows})
             except CannotSplitError as reason:
                 normalized = ", BatchNormalization included" if unsynchronized_normalizations(model) else ""
                 subject = "it" if model is self.model else f"model {model.name!r} within it"
                 self.log(f"{subject} runs on the global batch{normalized}, {self.executor.global_batch_note}: {reason}")
-                return self._call_whole(call)
+                return self._call_whole(call, whole)
             merges = tuple(
                 StateMerge.FIRST if position in spec.first_state else state_merge(variable)
                 for position, variable in enumerate(model.non_trainable_variables)
@@ -261,8 +263,16 @@ class _ForwardInterceptor:
         outputs, losses = join(spec, result)
         return outputs, result.state, losses
 
-    def _call_whole(self, call: ModelCall) -> tuple[Any, list[Any], list[Any]]:
-        return self.executor.call_whole(call, self._placed_inputs(call))
+    def _call_whole(self, call: ModelCall, whole: CallTrace | None = None) -> tuple[Any, list[Any], list[Any]]:
+        """Make a call on the global batch; ``whole``: its trace, if it is there."""
+        operation = None
+        if self.executor.divides_calls and call.rows:
+            with _warnings(False):
+                operation = misdivided_operation(call, whole)
+        if operation is not None:
+            subject = "it" if call.model is self.model else f"model {call.model.name!r} within it"
+            self.log(f"{subject} computes all rows on each device, as XLA divides {operation} along the rows wrongly")
+        return self.executor.call_whole(call, self._placed_inputs(call), is_divided=operation is None)
 
     def _placed_inputs(self, call: ModelCall) -> list[PlacedRows | None]:
         return [self._placed.get(id(leaf), (None, None))[1] for leaf in call.inputs]

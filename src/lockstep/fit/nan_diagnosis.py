@@ -413,7 +413,8 @@ class _ReplayExecutor:
     """An executor whose replicas run one after the other, each noted in ``record``."""
 
     def __init__(self, record: LayerTrace, global_batch_note: str) -> None:
-        self._record, self.global_batch_note, self.supports_second_derivatives = record, global_batch_note, True
+        self._record, self.global_batch_note = record, global_batch_note
+        self.supports_second_derivatives, self.divides_calls = True, False
 
     def partition_calls(self, layout: Layout, trace: CallTrace) -> tuple[tuple[int, ...], ...]:
         """See :class:`Executor`: each replica is one."""
@@ -436,7 +437,9 @@ class _ReplayExecutor:
 
         return forward_eagerly(replace(forward, call=call), inputs)
 
-    def call_whole(self, call: ModelCall, placed: list[PlacedRows | None]) -> tuple[Any, list[Any], list[Any]]:
+    def call_whole(
+        self, call: ModelCall, placed: list[PlacedRows | None], *, is_divided: bool = True
+    ) -> tuple[Any, list[Any], list[Any]]:
         """See :class:`Executor`."""
         return call.make()
 
