@@ -50,6 +50,7 @@ def owners(patch, model):
         "layer": model.layers[2],
         "layer of a subclass of BatchNormalization": model.layers[2],
         "module of the backend's convolutions": graph.backend_nn,
+        "module of the backend's devices": trainer.backend_devices,
         "optimizer": model.optimizer,
     }
     return [kinds[patch.target]] * len(patch.attributes)
@@ -59,7 +60,7 @@ def snapshot(model):
     """All attributes of Keras's classes, and of a model, its layers and its optimizer."""
     kinds = keras.Model, keras.layers.BatchNormalization, keras.Variable, type(model.optimizer)
     classes = {cls for kind in kinds for cls in kind.__mro__} - {object}
-    objects = [*classes, model, *model.layers, model.optimizer, graph.backend_nn]
+    objects = [*classes, model, *model.layers, model.optimizer, graph.backend_nn, trainer.backend_devices]
     return {id(one): dict(vars(one)) for one in objects}
 
 

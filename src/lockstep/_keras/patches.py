@@ -165,6 +165,13 @@ SYNCHRONIZED_FLAG = Patch(
     reason="a layer that sees the global batch needs no collective, which Keras would refuse on JAX",
     public_api="BatchNormalization(synchronized=True) on JAX",
 )
+LOCAL_DEVICES = Patch(
+    target="module of the backend's devices",
+    attributes=("_to_backend_device",),
+    lifetime="as long as the process, from its first strategy over several processes on",
+    reason='"cpu:0" is a device of the first process in all of them, whose arrays the others cannot read',
+    public_api="keras.device for a device of this process",
+)
 
 PATCHES = (
     CLAIM_MODELS,
@@ -187,6 +194,7 @@ PATCHES = (
     OPTIMIZER_UPDATE,
     OPTIMIZER_SLOTS,
     SYNCHRONIZED_FLAG,
+    LOCAL_DEVICES,
 )
 
 Replacement = tuple[Any, str, Any]  # a class or an instance, the name of its attribute, the new value

@@ -5,7 +5,7 @@ Undocumented parts, as of Keras 3.15: ``make_*_function`` and the attributes ``t
 ``_jax_state_synced``, which says whether that is done; ``stateless_call``, looked up on the instance; the count of an optimizer,
 ``_iterations``; the seed of all; the attributes in which callbacks keep what training has changed; the adapters and their functions, the
 form that ``PyDatasetAdapter`` gives to a batch, and the generator that puts batches on the default device; the names of global
-attributes, each thread of which has its own. :func:`check_keras` refuses a
+attributes, each thread of which has its own; the function that finds a device by its name. :func:`check_keras` refuses a
 Keras without these methods.
 """
 
@@ -21,6 +21,7 @@ import jax
 import keras
 import numpy as np
 from keras.src.backend.common import global_state
+from keras.src.backend.jax import distribution_lib as backend_devices
 from keras.src.trainers import data_adapters
 from keras.src.trainers.data_adapters.array_data_adapter import can_convert_arrays as can_convert_arrays
 from keras.src.trainers.data_adapters.array_slicing import train_validation_split as train_validation_split
@@ -33,6 +34,7 @@ from lockstep._errors import BackendError, ModelError
 from lockstep._keras.patches import (
     CLAIM_MODELS,
     INTERCEPT_FIT,
+    LOCAL_DEVICES,
     OBSERVE_COMPILE,
     OPTIMIZER_VARIABLES,
     OWN_FIT,
@@ -603,3 +605,18 @@ def unwrap_iterator(iterator: Any) -> Any:
     if inspect.isgenerator(iterator) and iterator.gi_code.co_name == "_one_batch_ahead_iterator":
         return inspect.getgeneratorlocals(iterator).get("numpy_iterator", iterator)
     return iterator
+
+
+@functools.cache
+def name_local_devices() -> None:
+    """Have names such as "cpu:0" mean devices of this process, as in ``keras.device`` and in the data pipelines of Keras."""
+    original = backend_devices._to_backend_device
+
+    def to_device(name: Any) -> jax.Device:
+        platform, _, number = str(name).partition(":")
+        if isinstance(name, jax.Device) or not (number or "0").isdigit():
+            return original(name)
+        local = jax.local_devices(backend=platform)
+        return local[int(number or 0)] if int(number or 0) < len(local) else original(name)
+
+    install(LOCAL_DEVICES, [(backend_devices, "_to_backend_device", to_device)])

@@ -10,6 +10,7 @@ import jax
 import keras
 
 from lockstep._errors import ClusterError, instance_of, whole_number
+from lockstep._keras import trainer
 from lockstep._logging import log_info
 from lockstep.collectives import CommunicationOptions, Ops, ops_from_options
 from lockstep.collectives.base import PackedAllReduce
@@ -92,6 +93,8 @@ class WorkerStrategy(Strategy):
         if not is_made_alone():
             refuse_device_override(type(self).__name__)
         super().__init__(place(self._connect_and_find_devices(devices), prepared), prepared)
+        if jax.process_count() > 1:
+            trainer.name_local_devices()
         if self._job:
             self._job.client.agree("the strategy", self._compared_settings())
             agree_on_random_state(self._job.client, self._log)

@@ -239,4 +239,4 @@ def test_a_worker_that_is_killed_while_the_others_are_at_their_end_is_named(job,
 
 def test_the_script_shuts_down_its_jax_itself(job):
     told = job(2).run("initializes", trains=True, **adopted())
-    assert told == [{"is_initialized": True, "shut_down": True}] * 2
+    assert told == [{"is_initialized": True, "own": 3.0, "shut_down": True}] * 2

@@ -15,6 +15,8 @@ if config.get("trains"):
         model.compile("sgd", "mse")
     model.fit(np.ones((4, 1)), np.ones((4, 1)), verbose=0)
     tell(is_initialized=jax.distributed.is_initialized())
+    with keras.device("cpu:0"):
+        tell(own=float(keras.ops.sum(keras.ops.convert_to_tensor(np.ones(3)))))
     jax.distributed.shutdown()
     tell(shut_down=not jax.distributed.is_initialized())
 else:
