@@ -45,7 +45,7 @@ _FIRST, _EVERY = 3, 100  # Which batches are compared: the first three, then one
 _METADATA = "the metadata of the checkpoint"
 _CHUNK = 1 << 22  # Numbers of 4 bytes of one sum.
 _FIX = (
-    "Every worker must read the same data in the same order and takes its own rows of them. Fix: give shuffling a seed, or let each worker "
+    "Every worker must read the same data in the same order and takes its own rows of them. Fix: give shuffling a seed (torch.manual_seed for a DataLoader), or let each worker "
     "bring its own data with distribute_datasets_from_function."
 )
 
@@ -398,6 +398,18 @@ def agree_on_random_state(client: ControlClient, log: Callable[[str], None]) -> 
         seed = client.broadcast("a seed", random.getrandbits(32))
         random.seed(seed)
         np.random.seed(seed)
+    _agree_on_torch(client, log)
+
+
+def _agree_on_torch(client: ControlClient, log: Callable[[str], None]) -> None:
+    """Have torch draw the same numbers on all workers that have loaded it; ``keras.utils.set_random_seed`` gives it no seed on JAX."""
+    torch = sys.modules.get("torch")
+    own = None if torch is None else _digest(repr(torch.get_rng_state().numpy().tobytes()))
+    known = [digest for digest in client.gather("random numbers of torch", own) if digest is not None]
+    if len(set(known)) > 1:
+        log("torch has no seed, or another one on each worker; all workers give it one now")
+        if torch is not None:
+            torch.manual_seed(int(known[0], 16) % 2**63)
 
 
 def describe_model(model: keras.Model) -> dict[str, Any]:
