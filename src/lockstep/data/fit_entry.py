@@ -311,6 +311,7 @@ class InputFactory:
         source = make_source(*data, **given)
         if source.num_batches == 0:
             raise InputError(f"{argument}: the {source.name} has no batches.")
+        name = source.name if argument == "x" else f"{source.name} of {argument}"
         is_compiled = trainer.is_compiled(model)
         if is_fit and self._options.cache:
             source = self._cached(source, data, is_compiled, path_suffix, given, options["steps_per_epoch"])
@@ -321,7 +322,7 @@ class InputFactory:
             steps and model.steps_per_execution * math.ceil(steps / model.steps_per_execution),
             report,
             on_first_batch,
-            self._process_group.make_batch_check(source.name, lambda: source.num_batches) if source.is_shared else None,
+            self._process_group.make_batch_check(name, lambda: source.num_batches) if source.is_shared else None,
         )
 
     def _pending_of(self, generator: Any) -> Pending:

@@ -179,25 +179,32 @@ def check_cached_order(call: FitCall) -> Iterator[Finding]:
     )
     if torch and isinstance(call.x, torch.utils.data.DataLoader):
         shuffled = "DataLoader" if isinstance(call.x.sampler, torch.utils.data.RandomSampler) else None
+    if "Shuffle" in _transformations_of(call.x):
+        shuffled = "tf.data.Dataset"
     if cache and shuffled:
         yield Finding(
             "cache-freezes-order",
-            f"the cache keeps the batches of its {shuffled} in the order of the first epoch, though shuffle=True",
+            f"the cache keeps the batches of its {shuffled} in the order of the first epoch, though it shuffles",
             f"InputOptions(cache={str(cache)!r}), {call.at_fit}",
             "from the second epoch on the order is the same",
-            "Use shuffle=False if that is meant, or leave out the cache",
+            "Do not shuffle if that is meant, or leave out the cache",
         )
+
+
+def _transformations_of(data: Any) -> list[str]:
+    """Return the transformations of a ``tf.data.Dataset``, from the last to the first; none for other data, or if it does not tell."""
+    if not trainer.is_tf_dataset(data):
+        return []
+    try:  # tf.data's debug text has one line for each.
+        shown = data.__debug_string__()
+    except AttributeError:
+        return []
+    return [line.lstrip("-<_").partition("Dataset")[0] for line in shown.splitlines()]
 
 
 def check_tf_data_order(call: FitCall) -> Iterator[Finding]:
     """Find ``shuffle``, ``cache`` and ``prefetch`` of a ``tf.data.Dataset`` in an order in which they have no effect."""
-    if not trainer.is_tf_dataset(call.x):
-        return
-    try:  # tf.data's debug text: one line for each transformation, from the last to the first; it may be missing.
-        shown = call.x.__debug_string__()
-    except AttributeError:
-        return
-    chain = [line.lstrip("-<_").partition("Dataset")[0] for line in shown.splitlines()]
+    chain = _transformations_of(call.x)
     shuffles = [number for number, name in enumerate(chain) if name == "Shuffle"]
     if "Cache" in chain and shuffles and shuffles[0] > chain.index("Cache"):  # No shuffle after the cache.
         yield Finding(
