@@ -29,7 +29,7 @@ def test_each_row_once_an_epoch_and_who_reads_something_else_is_named(job, worke
         "fewer_rows": f"'batch 5 of ndarray': {odd}: it has \"",
         "fewer_rows_of_a_function": f'"batch 5 of function \'<lambda>\'": {odd}: it has "7 rows", ',
         "fewer_validation_batches": f"'fit()': {odd} in 'arguments.batches of validation_data': it has 4, ",
-        "other_validation": f"'batch 1 of ndarray': {odd}: it has \"",
+        "other_validation": f"'batch 1 of ndarray of validation_data': {odd}: it has \"",
     }
     for key, sentence in expected.items():
         assert reports[0][key].startswith(f"The workers do not agree on {sentence}"), reports[0][key]
