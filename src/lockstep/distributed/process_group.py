@@ -45,8 +45,8 @@ _FIRST, _EVERY = 3, 100  # Which batches are compared: the first three, then one
 _METADATA = "the metadata of the checkpoint"
 _CHUNK = 1 << 22  # Numbers of 4 bytes of one sum.
 _FIX = (
-    "Every worker must read the same data in the same order and takes its own rows of them. Fix: give shuffling a seed (torch.manual_seed for a DataLoader), or let each worker "
-    "bring its own data with distribute_datasets_from_function."
+    "Every worker must read the same data in the same order and takes its own rows of them. Fix: give shuffling a seed "
+    "(torch.manual_seed for a DataLoader), or let each worker bring its own data with distribute_datasets_from_function."
 )
 
 

@@ -166,11 +166,18 @@ def is_misdivided(equation: JaxprEqn, other: JaxprEqn | None) -> bool:
         return True
     axes = [axis for axis, (length, its) in enumerate(zip(shape, lengths, strict=True)) if length != its]
     if name == "sort":
-        return params["dimension"] in axes
+        return len(shape) > 1 and params["dimension"] in axes
     if name in _WINDOWS:
         return any(params["window_dimensions"][axis] > params["window_strides"][axis] for axis in axes)
-    part = params["slice_sizes"] if name == "dynamic_slice" else _shape_of(equation.invars[1])
-    return any(part[axis] < shape[axis] for axis in axes)
+    is_read = name == "dynamic_slice"
+    part = params["slice_sizes"] if is_read else _shape_of(equation.invars[1])
+    starts = equation.invars[1 if is_read else 2 :]
+    return any(not _is_within(starts[axis], shape[axis] - part[axis]) for axis in axes if part[axis] < shape[axis])
+
+
+def _is_within(start: Any, most: int) -> bool:
+    """Return whether the start of a slice is a known number of at most ``most``, so that it is not clamped."""
+    return is_literal(start) and 0 <= int(start.val) <= most
 
 
 def _shape_of(atom: Any) -> tuple[int, ...]:
