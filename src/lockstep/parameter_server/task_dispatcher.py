@@ -143,7 +143,7 @@ class SyncPointLog:
         >>> log = SyncPointLog()
         >>> log.add({"done": False}, {})
         >>> log.response_to({"kind": "ask", "point": 0})
-        ({'kind': 'fact', 'what': {'done': False}}, {})
+        ({'kind': 'published', 'what': {'done': False}}, {})
         >>> log.response_to({"kind": "ask", "point": 1}) is None
         True
     """

@@ -37,7 +37,7 @@ def checkpoints_of(directory: str) -> list[Path]:
 
 def is_checkpoint(path: Path) -> bool:
     """Return whether a directory is a checkpoint, by its files or, if they are damaged, by its name."""
-    return os.path.exists(path / MANIFEST) or (path.is_dir() and step_of(path.name) is not None)
+    return os.path.exists(path / MANIFEST) or (os.path.isdir(path) and step_of(path.name) is not None)
 
 
 def loaded_from(directory: str, step: int | None) -> Loaded:
