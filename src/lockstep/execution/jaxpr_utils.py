@@ -1,4 +1,6 @@
-"""Jaxpr utilities: evaluate a jaxpr with replaced equations, extract a subprogram, inline calls that contain a primitive, count operations."""
+"""Jaxpr utilities: evaluate a jaxpr with replaced equations, extract a subprogram, inline calls that contain a primitive, count operations,
+and find those that XLA divides wrongly.
+"""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
