@@ -9,7 +9,6 @@ In order of use: :func:`trace_call`, :func:`infer_output_spec`, :func:`split`, :
 """
 
 import contextlib
-import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -32,7 +31,6 @@ from lockstep._keras.graph import (
     set_attribute_leaves,
     set_keras_mask,
 )
-from lockstep.execution.jaxpr_utils import MISDIVIDED, equations_of, is_misdivided
 from lockstep.execution.replica import ReplicaCall, ReplicaResult, StateMerge, halves, join_halves
 from lockstep.execution.rowwise import (
     Mixed,
@@ -292,31 +290,6 @@ def _check_numbers(whole: dict[Any, Any], part: dict[Any, Any], rows: int, size:
             raise CannotSplitError(
                 f"layer {layer.name!r} keeps {found[0]} in its attribute {name!r} for {rows} rows, and {found[1]} for {size}"
             )
-
-
-def misdivided_operation(call: ModelCall, whole: CallTrace | None = None) -> str | None:
-    """Return the name of an operation that XLA may not divide along the rows of a call, if there is one; see decision 66.
-
-    Axes that follow the rows are those whose length differs in a trace with another number of rows.
-
-    Args:
-        call: the call.
-        whole: the result of :func:`trace_call`, if it is there.
-    """
-    try:
-        whole = whole or trace_call(call)
-        if whole.trace.operations.keys().isdisjoint(MISDIVIDED):
-            return None
-        other = _trace(call, 3 if call.rows == 2 else 2).trace
-    except Exception:  # The call itself will fail likewise, or runs for this number of rows only.
-        other = None
-    if whole is None:
-        return None
-    mine = list(equations_of(whole.trace.closed.jaxpr))
-    others = list(equations_of(other.closed.jaxpr)) if other else []
-    is_alike = [one.primitive for one in mine] == [one.primitive for one in others]
-    pairs = zip(mine, others if is_alike else itertools.repeat(None), strict=False)
-    return next((one.primitive.name for one, its in pairs if is_misdivided(one, its)), None)
 
 
 def split(spec: OutputSpec, call: ModelCall) -> ReplicaCall:

@@ -49,6 +49,7 @@ from lockstep.execution.gradient_extraction import GradientPrograms
 from lockstep.execution.isolated_replicas import forward_isolated
 from lockstep.execution.model_parallel.model_shardings import ModelShardings
 from lockstep.execution.nonfinite_gate import NonFiniteGate, loss_logs
+from lockstep.execution.partition_constraints import constrain_partitioning
 from lockstep.execution.program_partition import ProgramPartition
 from lockstep.execution.replica import ReplicaResult
 from lockstep.execution.spmd import SpmdForward, forward_eagerly, forward_on_devices
@@ -70,17 +71,12 @@ class Executor(Protocol):
 
     Attributes:
         global_batch_note: how a model runs that cannot be split into replicas; part of log messages.
-        divides_calls: whether XLA divides a call on the global batch over several devices.
         supports_second_derivatives: whether a forward pass may be differentiated twice, as for gradient penalties of models
             within a model.
     """
 
     global_batch_note: str
     supports_second_derivatives: bool
-
-    @property
-    def divides_calls(self) -> bool:
-        """See above."""
 
     @property
     def eager_device(self) -> jax.Device:
@@ -101,15 +97,12 @@ class Executor(Protocol):
     def forward(self, forward: SpmdForward, inputs: list[Any], placed: list[PlacedRows | None]) -> ReplicaResult:
         """Run the forward pass on joined inputs, ``(rows, …)``; ``placed`` are those that are on the devices already."""
 
-    def call_whole(
-        self, call: ModelCall, placed: list[PlacedRows | None], *, is_divided: bool = True
-    ) -> tuple[Any, list[Any], list[Any]]:
+    def call_whole(self, call: ModelCall, placed: list[PlacedRows | None]) -> tuple[Any, list[Any], list[Any]]:
         """Make a call of a model on the global batch.
 
         Args:
             call: the call.
             placed: those of its inputs that are on the devices already.
-            is_divided: whether devices may share the work; else each computes all rows.
 
         Returns:
             Outputs, new values of the non-trainable variables, and losses.
@@ -133,11 +126,6 @@ class SpmdExecutor:
         self, placement: Placement, ops: CrossDeviceOps, *, shard: Shard = None, recompute: Recompute = None
     ) -> None:
         self.placement, self.ops, self.shard, self.recompute = placement, ops, shard, recompute
-
-    @property
-    def divides_calls(self) -> bool:
-        """See :class:`Executor`."""
-        return self.placement.row_shards > 1
 
     @property
     def joins_steps(self) -> bool:
@@ -174,6 +162,7 @@ class SpmdExecutor:
         options = compiler_options(self.placement.platform, recomputes=self.recompute is not None)
         if self.shard == "variables":
             options = options | SEPARATE_COLLECTIVES.get(self.placement.platform, {})
+        step = constrain_partitioning(step, self.placement.mesh)
         return CompiledTrainStep(step, self.state_shardings, options, donated=gate is None)
 
     def read_only_step(self, step: Step, kind: str) -> Step:
@@ -182,6 +171,7 @@ class SpmdExecutor:
         Rows that "predict" returns stay on their devices, and the host collects them, unless other processes have some of them.
         """
         stays = kind == "predict" and self.placement.is_local
+        step = constrain_partitioning(step, self.placement.mesh)
 
         def changes(state: Any, batch: Any) -> tuple[Any, Any]:
             result, new = step(state, batch)
@@ -223,22 +213,10 @@ class SpmdExecutor:
         """Return the shardings of a state: trainable and non-trainable variables, for training those of the optimizer, and metrics."""
         return _state_shardings(state, self.placement, self.shard)
 
-    def call_whole(
-        self, call: ModelCall, placed: list[PlacedRows | None], *, is_divided: bool = True
-    ) -> tuple[Any, list[Any], list[Any]]:
+    def call_whole(self, call: ModelCall, placed: list[PlacedRows | None]) -> tuple[Any, list[Any], list[Any]]:
         """See :class:`Executor`."""
         with recompute_whole(call.model, self.placement, self.recompute):
-            return call.make() if is_divided else self._make_on_all(call)
-
-    def _make_on_all(self, call: ModelCall) -> tuple[Any, list[Any], list[Any]]:
-        """Make a call on all rows on each device: XLA continues a sharding of arguments and results to what is between them."""
-        cut = zip(call.leaves, call.is_cut, strict=True)
-        own = replace(call, leaves=[self._on_all(leaf) if is_cut else leaf for leaf, is_cut in cut])
-        outputs, state, losses = own.make()
-        return jax.tree.map(lambda leaf: copy_keras_mask(leaf, self._on_all(leaf)), outputs), state, losses
-
-    def _on_all(self, array: jax.Array) -> jax.Array:
-        return jax.lax.with_sharding_constraint(array, self.placement.replicated)
+            return call.make()
 
     def join_rows(self, rows: PlacedRows) -> jax.Array:
         """See :class:`Executor`."""
@@ -274,7 +252,6 @@ class DeterministicExecutor:
 
     global_batch_note = "on every device alike"
     supports_second_derivatives = False
-    divides_calls = False
 
     def __init__(self, placement: Placement, shard: Shard = None) -> None:
         self.placement, self.shard = placement, shard
@@ -312,9 +289,7 @@ class DeterministicExecutor:
         forward = replace(forward, call=rewrite_for_cpu(forward.call, self.placement.platform))
         return forward_isolated(forward, inputs, self.placement)
 
-    def call_whole(
-        self, call: ModelCall, placed: list[PlacedRows | None], *, is_divided: bool = True
-    ) -> tuple[Any, list[Any], list[Any]]:
+    def call_whole(self, call: ModelCall, placed: list[PlacedRows | None]) -> tuple[Any, list[Any], list[Any]]:
         """See :class:`Executor`."""
         return call.make()
 
@@ -328,7 +303,6 @@ class EagerExecutor:
 
     global_batch_note = "on one device"
     supports_second_derivatives = True
-    divides_calls = False
 
     def __init__(self, device: jax.Device) -> None:
         self.eager_device = device
@@ -356,9 +330,7 @@ class EagerExecutor:
         """See :class:`Executor`."""
         return forward_eagerly(forward, [jnp.asarray(value) for value in inputs])
 
-    def call_whole(
-        self, call: ModelCall, placed: list[PlacedRows | None], *, is_divided: bool = True
-    ) -> tuple[Any, list[Any], list[Any]]:
+    def call_whole(self, call: ModelCall, placed: list[PlacedRows | None]) -> tuple[Any, list[Any], list[Any]]:
         """See :class:`Executor`."""
         return call.make()
 
@@ -564,13 +536,9 @@ class ModelParallelExecutor(SpmdExecutor):
         array = super().join_rows(rows)
         return array if rows.layout.is_full else self._on_all(array)
 
-    def call_whole(
-        self, call: ModelCall, placed: list[PlacedRows | None], *, is_divided: bool = True
-    ) -> tuple[Any, list[Any], list[Any]]:
+    def call_whole(self, call: ModelCall, placed: list[PlacedRows | None]) -> tuple[Any, list[Any], list[Any]]:
         """See :class:`Executor`."""
         call = replace(call, function=functools.partial(self._call_sharded, call.model, call.function))
-        if not is_divided:
-            return self._make_on_all(call)
         layout = self.placement.layout(call.rows) if call.rows else None
         if layout is None or layout.is_full:
             return call.make()
@@ -581,6 +549,16 @@ class ModelParallelExecutor(SpmdExecutor):
                 f"each row of devices computes all rows of a batch that {layout.devices} of them do not divide: {reason}"
             )
             return self._make_on_all(call)
+
+    def _make_on_all(self, call: ModelCall) -> tuple[Any, list[Any], list[Any]]:
+        """Make a call on all rows on each device: XLA continues a sharding of arguments and results to what is between them."""
+        cut = zip(call.leaves, call.is_cut, strict=True)
+        own = replace(call, leaves=[self._on_all(leaf) if is_cut else leaf for leaf, is_cut in cut])
+        outputs, state, losses = own.make()
+        return jax.tree.map(lambda leaf: copy_keras_mask(leaf, self._on_all(leaf)), outputs), state, losses
+
+    def _on_all(self, array: jax.Array) -> jax.Array:
+        return jax.lax.with_sharding_constraint(array, self.placement.replicated)
 
     def _call_on_padding(
         self, call: ModelCall, placed: list[PlacedRows | None], layout: Layout

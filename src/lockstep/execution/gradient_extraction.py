@@ -18,6 +18,7 @@ from lockstep._errors import ModelError
 from lockstep._keras.patches import OPTIMIZER_UPDATE, patched_method
 from lockstep.devices.placement import Placement
 from lockstep.execution.jaxpr_utils import inline_calls, subprogram
+from lockstep.execution.partition_constraints import constrain_partitioning
 from lockstep.execution.train_state import Step, state_changes
 
 State = Sequence[Sequence[Any]]  # trainable, non-trainable, optimizer's and metrics' values
@@ -58,6 +59,7 @@ class GradientPrograms:
         self, step: Step, model: keras.Model, placement: Placement, *, donated: bool, is_replicated: bool = True
     ) -> None:
         out_shardings = placement.replicated if is_replicated else None
+        step = constrain_partitioning(step, placement.mesh)
         self._make = partial(GradientProgram, step, model, placement, donated=donated, out_shardings=out_shardings)
         self._programs: dict[Any, GradientProgram] = {}
 

@@ -1,5 +1,5 @@
-"""Jaxpr utilities: evaluate a jaxpr with replaced equations, extract a subprogram, inline calls that contain a primitive, count operations,
-and find those that XLA divides wrongly.
+"""Jaxpr utilities: evaluate a jaxpr with replaced equations, extract a subprogram, inline calls that contain a primitive, and
+count operations.
 """
 
 import math
@@ -29,12 +29,19 @@ def evaluate(closed: ClosedJaxpr, arguments: Sequence[Any], handler: EquationHan
         return atom.val if isinstance(atom, Literal) else values[atom]
 
     for equation in closed.jaxpr.eqns:
-        outputs = handler(equation, [read(atom) for atom in equation.invars])
+        inputs = [read(atom) for atom in equation.invars]
+        outputs = handler(equation, inputs)
         if outputs is None:
-            inputs = list(dict.fromkeys(atom for atom in equation.invars if not is_literal(atom)))
-            outputs = subprogram(closed.jaxpr, [equation], inputs, equation.outvars)(*map(read, inputs))
+            outputs = run_equation(closed.jaxpr, equation, inputs)
         values.update(zip(equation.outvars, outputs, strict=True))
     return [read(atom) for atom in closed.jaxpr.outvars]
+
+
+def run_equation(jaxpr: Jaxpr, equation: JaxprEqn, inputs: Sequence[Any]) -> Sequence[Any]:
+    """Return the outputs of one equation of ``jaxpr`` for these inputs; those that are literals in it stay as they are."""
+    pairs = zip(equation.invars, inputs, strict=True)
+    values = {atom: value for atom, value in pairs if not isinstance(atom, Literal)}
+    return subprogram(jaxpr, [equation], list(values), equation.outvars)(*values.values())
 
 
 def subprogram(
@@ -43,11 +50,6 @@ def subprogram(
     """Return some equations of ``jaxpr`` as a function."""
     own = jaxpr.replace(constvars=[], invars=inputs, outvars=list(outputs), eqns=equations)
     return jaxpr_as_fun(ClosedJaxpr(own, []))
-
-
-def is_literal(atom: Any) -> bool:
-    """Return whether an input of an equation is a literal of the jaxpr."""
-    return isinstance(atom, Literal)
 
 
 def is_inexact(value: Any) -> bool:
@@ -139,48 +141,3 @@ def _body(equation: JaxprEqn, refuse: Callable[[str], Any]) -> ClosedJaxpr:
         refuse(f"inside jax.lax.{name} or a loop that compiles to it")
     closed = next(value for value in equation.params.values() if isinstance(value, (Jaxpr, ClosedJaxpr)))
     return closed if isinstance(closed, ClosedJaxpr) else ClosedJaxpr(closed, [])
-
-
-# Operations that jaxlib 0.10.2 divides over devices with wrong gradients along some axes, or not at all: decision 66.
-_WINDOWS = (
-    "reduce_window",
-    "reduce_window_max",
-    "reduce_window_min",
-    "select_and_scatter_add",
-    "select_and_gather_add",
-)
-MISDIVIDED = frozenset({*_WINDOWS, "sort", "dynamic_slice", "dynamic_update_slice"})
-
-
-def is_misdivided(equation: JaxprEqn, other: JaxprEqn | None) -> bool:
-    """Return whether an operation must not be divided along an axis whose length differs in another trace.
-
-    Args:
-        equation: the operation.
-        other: the same one in the other trace; None: any axis may differ.
-    """
-    name, params = equation.primitive.name, equation.params
-    if name not in MISDIVIDED:
-        return False
-    shape = _shape_of(equation.invars[0])
-    lengths = _shape_of(other.invars[0]) if other else (None,) * len(shape)
-    if len(lengths) != len(shape):
-        return True
-    axes = [axis for axis, (length, its) in enumerate(zip(shape, lengths, strict=True)) if length != its]
-    if name == "sort":
-        return len(shape) > 1 and params["dimension"] in axes
-    if name in _WINDOWS:
-        return any(params["window_dimensions"][axis] > params["window_strides"][axis] for axis in axes)
-    is_read = name == "dynamic_slice"
-    part = params["slice_sizes"] if is_read else _shape_of(equation.invars[1])
-    starts = equation.invars[1 if is_read else 2 :]
-    return any(not _is_within(starts[axis], shape[axis] - part[axis]) for axis in axes if part[axis] < shape[axis])
-
-
-def _is_within(start: Any, most: int) -> bool:
-    """Return whether the start of a slice is a known number of at most ``most``, so that it is not clamped."""
-    return is_literal(start) and 0 <= int(start.val) <= most
-
-
-def _shape_of(atom: Any) -> tuple[int, ...]:
-    return tuple(atom.aval.shape)

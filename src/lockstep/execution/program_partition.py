@@ -16,7 +16,7 @@ from jax.interpreters import ad, batching
 
 from lockstep._errors import ModelError
 from lockstep.devices.placement import PlacedRows, Placement, is_rows, join_rows
-from lockstep.execution.jaxpr_utils import inline_calls, is_literal, subprogram
+from lockstep.execution.jaxpr_utils import inline_calls, subprogram
 from lockstep.execution.spmd import PerDevice, PerDeviceProgram, replicated_array, to_per_device
 
 
@@ -147,12 +147,19 @@ class ProgramPart:
     def __init__(self, equations: list[JaxprEqn], live: set[Var]) -> None:
         self.equations = equations
         defined = {var for equation in equations for var in equation.outvars}
-        used = [atom for equation in equations for atom in equation.invars if is_literal(atom) or atom not in defined]
+        used = [
+            atom
+            for equation in equations
+            for atom in equation.invars
+            if isinstance(atom, Literal) or atom not in defined
+        ]
         self.is_isolated = equations[0].primitive is _isolated_p
-        self.inputs: list[Any] = used if self.is_isolated else list(dict.fromkeys(x for x in used if not is_literal(x)))
+        self.inputs: list[Any] = (
+            used if self.is_isolated else list(dict.fromkeys(x for x in used if not isinstance(x, Literal)))
+        )
         outputs = [var for equation in equations for var in equation.outvars]
         self.outputs: list[Var] = outputs if self.is_isolated else [var for var in outputs if var in live]
-        self.last_used = {x for x in self.inputs if not is_literal(x) and x not in live}
+        self.last_used = {x for x in self.inputs if not isinstance(x, Literal) and x not in live}
         self.donated: tuple[int, ...] = ()  # positions of the inputs whose memory the outputs reuse
         self.run: Callable[[list[Any]], list[Any]]
         if self.is_isolated:
@@ -193,7 +200,7 @@ def _partition(jaxpr: Jaxpr, donated: set[Var], placement: Placement) -> list[Pr
         part = ProgramPart(group[::-1], live)
         if not part.is_isolated:
             part.compile(jaxpr, donated, placement)
-        live = live | {atom for atom in part.inputs if not is_literal(atom)}
+        live = live | {atom for atom in part.inputs if not isinstance(atom, Literal)}
         parts.append(part)
     return parts[::-1]
 

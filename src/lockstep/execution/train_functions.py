@@ -30,12 +30,10 @@ from lockstep.data.prefetch import is_reading_ahead
 from lockstep.devices.names import device_name
 from lockstep.devices.placement import PlacedRows, Placement, is_rows
 from lockstep.execution.call_splitter import (
-    CallTrace,
     CannotSplitError,
     ModelCall,
     infer_output_spec,
     join,
-    misdivided_operation,
     split,
     state_merge,
     trace_call,
@@ -215,7 +213,7 @@ class _ForwardInterceptor:
             return function(*values, *args, return_losses=return_losses, **kwargs)
         function = function if is_reading_ahead() else _drawing_alike(function)
         call = ModelCall.from_arguments(model, function, *values, (args, kwargs), return_losses)
-        found = self._call_split(call) if self._splits else self._call_whole(call)
+        found = self._call_split(call) if self._splits else self.executor.call_whole(call, self._placed_inputs(call))
         return found if return_losses else found[:2]
 
     def _call_split(self, call: ModelCall) -> tuple[Any, list[Any], list[Any]]:
@@ -229,20 +227,20 @@ class _ForwardInterceptor:
                     raise CannotSplitError("with deterministic=True only the model itself is run by replicas")
                 layout = self.placement.layout(call.rows)
                 if len(layout.busy_replicas) < 2:  # There are no rows, or one replica has them all.
-                    return self._call_whole(call)
+                    return self.executor.call_whole(call, self._placed_inputs(call))
                 with _warnings(is_traced):
                     whole = trace_call(call)
                 quiet.enter_context(_warnings(not is_traced))
                 sizes = self.executor.partition_calls(layout, whole)
                 if sum(map(len, sizes)) == 1:  # Nothing in the call depends on the replica.
-                    return self._call_whole(call, whole)
+                    return self.executor.call_whole(call, self._placed_inputs(call))
                 with _warnings(False):
                     spec = infer_output_spec(call, whole, {rows for device in sizes for rows in device if rows})
             except CannotSplitError as reason:
                 normalized = ", BatchNormalization included" if unsynchronized_normalizations(model) else ""
                 subject = "it" if model is self.model else f"model {model.name!r} within it"
                 self.log(f"{subject} runs on the global batch{normalized}, {self.executor.global_batch_note}: {reason}")
-                return self._call_whole(call, whole)
+                return self.executor.call_whole(call, self._placed_inputs(call))
             merges = tuple(
                 StateMerge.FIRST if position in spec.first_state else state_merge(variable)
                 for position, variable in enumerate(model.non_trainable_variables)
@@ -262,17 +260,6 @@ class _ForwardInterceptor:
             result = self.executor.forward(forward, call.inputs, self._placed_inputs(call))
         outputs, losses = join(spec, result)
         return outputs, result.state, losses
-
-    def _call_whole(self, call: ModelCall, whole: CallTrace | None = None) -> tuple[Any, list[Any], list[Any]]:
-        """Make a call on the global batch; ``whole``: its trace, if it is there."""
-        operation = None
-        if self.executor.divides_calls and call.rows:
-            with _warnings(False):
-                operation = misdivided_operation(call, whole)
-        if operation is not None:
-            subject = "it" if call.model is self.model else f"model {call.model.name!r} within it"
-            self.log(f"{subject} computes all rows on each device, as XLA divides {operation} along the rows wrongly")
-        return self.executor.call_whole(call, self._placed_inputs(call), is_divided=operation is None)
 
     def _placed_inputs(self, call: ModelCall) -> list[PlacedRows | None]:
         return [self._placed.get(id(leaf), (None, None))[1] for leaf in call.inputs]

@@ -1,0 +1,196 @@
+"""Operations that XLA would divide with wrong gradients, or not at all, have the numbers of one device: decision 67."""
+
+import contextlib
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from keras import layers, ops
+
+import lockstep
+from lockstep.execution.partition_constraints import constrain_partitioning
+
+ROWS = 8
+
+
+class Along(layers.Layer):
+    """Applies a function to an array ``(rows, …)``, whose result has the same shape."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def call(self, x):
+        return x + ops.square(self.function(x))
+
+    def compute_output_shape(self, input_shape):
+        return input_shape
+
+
+def max_pooled(x):
+    return ops.max_pool(x[None], 2, 1, padding="same")[0]
+
+
+def clamped_row(x):
+    return lax.dynamic_index_in_dim(x, jnp.int32(99), keepdims=True)
+
+
+def rows_written_at_the_end(x):
+    return ops.slice_update(x, (ops.shape(x)[0] - 1, 0), x[:2] * 3)
+
+
+def sorted_rows(x):
+    return ops.sort(x, axis=0)
+
+
+def sorted_within_rows(x):
+    return ops.sort(x, axis=1) + ops.mean(x, axis=0, keepdims=True)
+
+
+def median(x):
+    return ops.median(x, axis=0, keepdims=True)
+
+
+def pooled_images(x):
+    """A pooling of each row, and a sum over the rows."""
+    images = ops.reshape(x, (-1, 6, 1))
+    pooled = ops.reshape(ops.max_pool(images, 2, 1, padding="same"), (-1, 6))
+    return pooled + ops.mean(x, axis=0, keepdims=True)
+
+
+def in_another_order(x):
+    return ops.take(x, ops.argsort(ops.sum(x, axis=1)), axis=0)
+
+
+def some_rows(x):
+    return ops.tanh(x * ops.mean(ops.slice(x, (1, 0), (3, 6)), axis=0, keepdims=True))
+
+
+def pooled_in_a_loop(x):
+    return lax.scan(lambda total, _: (total + max_pooled(jnp.tanh(total)), None), x, None, length=2)[0]
+
+
+WRONG = [max_pooled, clamped_row, rows_written_at_the_end, sorted_rows, sorted_within_rows, median, pooled_in_a_loop]
+
+
+class DirectModel(keras.Sequential):
+    """Calls itself instead of ``stateless_call``."""
+
+    def train_step(self, state, data):
+        trainable, non_trainable, optimizer, metrics = state
+        x, y = data
+
+        def loss_of(values):
+            with keras.StatelessScope(zip(self.trainable_variables, values, strict=True)):
+                return ops.mean(ops.square(self(x) - y))
+
+        loss, gradients = jax.value_and_grad(loss_of)(trainable)
+        trainable, optimizer = self.optimizer.stateless_apply(optimizer, gradients, trainable)
+        return {"loss": loss}, (trainable, non_trainable, optimizer, metrics)
+
+
+def trained(place, function, strategy=None, rows=ROWS):
+    """Weights, losses and predictions of a model that applies ``function`` in a layer, in its loss, or in a model that is called directly."""
+    keras.utils.set_random_seed(0)
+    kind = DirectModel if place == "direct call" else keras.Sequential
+    along = [] if place == "loss" else [Along(function)]
+    with strategy.scope() if strategy else contextlib.nullcontext():
+        model = kind([keras.Input((6,)), layers.Dense(6), *along, layers.Dense(6)])
+        model.compile(keras.optimizers.SGD(0.02), squared_difference(function) if place == "loss" else "mse")
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(rows, 6)), rng.normal(size=(rows, 6))
+    history = model.fit(x, y, batch_size=ROWS, shuffle=False, epochs=3, verbose=0).history
+    return [*model.get_weights(), history["loss"], model.predict(x, batch_size=ROWS, verbose=0)]
+
+
+def squared_difference(function):
+    def loss(y, outputs):
+        return ops.mean(ops.square(y - outputs - ops.square(function(outputs))), axis=-1)
+
+    return loss
+
+
+def assert_equal(found, expected):
+    for mine, its in zip(found, expected, strict=True):
+        np.testing.assert_allclose(mine, its, rtol=1e-4, atol=1e-5)
+
+
+STRATEGIES = {
+    "mirrored": lambda: lockstep.MirroredStrategy(["cpu:0", "cpu:1"]),
+    "mesh": lambda: lockstep.ModelParallelStrategy({"data": 2, "model": 1}, devices=["cpu:0", "cpu:1"]),
+}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("rows", [ROWS, ROWS + 5], ids=["even", "uneven"])
+@pytest.mark.parametrize("function", WRONG)
+def test_layers_that_xla_divides_wrongly_have_the_numbers_of_one_device(function, rows, strategy):
+    assert_equal(trained("layer", function, STRATEGIES[strategy](), rows), trained("layer", function, rows=rows))
+
+
+@pytest.mark.parametrize("function", WRONG)
+@pytest.mark.parametrize("place", ["loss", "direct call"])
+def test_what_is_outside_of_stateless_call_has_the_numbers_of_one_device(place, function, monkeypatch):
+    monkeypatch.setattr("lockstep.execution.spmd.REPLICATE_BELOW", 0)  # else outputs of 1 MiB are needed
+    strategy = STRATEGIES["mirrored"]()
+    assert_equal(trained(place, function, strategy, ROWS + 5), trained(place, function, rows=ROWS + 5))
+
+
+@pytest.mark.parametrize("rows", [ROWS, ROWS + 5], ids=["even", "uneven"])
+@pytest.mark.parametrize("function", [pooled_images, in_another_order, some_rows])
+def test_what_xla_divides_rightly_has_the_numbers_of_one_device(function, rows):
+    strategy = STRATEGIES["mirrored"]()
+    assert_equal(trained("layer", function, strategy, rows), trained("layer", function, rows=rows))
+
+
+def in_branch(x):
+    return lax.cond(x[0, 0] < 99, max_pooled, jnp.tanh, x)
+
+
+def in_while(x):
+    return lax.while_loop(lambda pair: pair[0] < 2, lambda pair: (pair[0] + 1, max_pooled(pair[1])), (0, x))[1]
+
+
+def with_own_derivative(x):
+    run = jax.custom_jvp(sorted_rows)
+    run.defjvp(lambda primals, tangents: (sorted_rows(*primals), sorted_rows(*tangents)))
+    return run(x)
+
+
+NESTED = [in_branch, pooled_in_a_loop, jax.jit(max_pooled), jax.checkpoint(max_pooled)]
+
+
+def step_on_two_devices(function, x):
+    """The compiled program of the step ``function`` of ``x``, which is sharded over the first axis."""
+    mesh = Mesh(np.asarray(jax.devices()[:2]), ("rows",))
+    step = constrain_partitioning(lambda state, batch: (function(jnp.tanh(batch * state)), state), mesh)
+    described = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, PartitionSpec("rows")))
+    whole = jax.ShapeDtypeStruct((), x.dtype, sharding=NamedSharding(mesh, PartitionSpec()))
+    return jax.jit(step).lower(whole, described).compile()
+
+
+def gradient_of(function):
+    return jax.grad(lambda x: jnp.sum(jnp.sin(function(x))))
+
+
+@pytest.mark.parametrize(
+    "function", [*map(gradient_of, NESTED), in_while, with_own_derivative], ids=[*"bljr", "while", "custom_jvp"]
+)
+def test_operations_in_loops_branches_and_calls_are_constrained(function):
+    x = np.random.default_rng(0).normal(size=(ROWS, 6)).astype("float32")
+    program = step_on_two_devices(function, x)
+    found, _ = program(*jax.device_put((np.float32(1), x), program.input_shardings[0]))
+    np.testing.assert_allclose(found, function(jnp.tanh(x)), rtol=1e-4, atol=1e-5)
+
+
+def test_pooling_of_images_stays_divided():
+    def pooled(x):
+        return ops.max_pool(x, 3, 2, padding="same")
+
+    images = np.zeros((ROWS, 12, 12, 3), "float32")
+    assert "all-gather" not in step_on_two_devices(gradient_of(pooled), images).as_text()
+    assert "all-gather" in step_on_two_devices(gradient_of(max_pooled), images[:, 0, :, 0]).as_text()
