@@ -66,7 +66,7 @@ def measure(model, batches, address, specs, by_rows):
             touched.decide(values, x, lambda values: gradient(values, x))
         found = gradient(values, x)
         found = {name: np.asarray(each) for name, each in found.items()}
-        client.push(sparsify(found) if by_rows else found).wait()
+        client.push(sparsify(found) if by_rows else found)
         return sum(map(len, rows.values()))
 
     for x in batches:  # Compiles for each number of rows.

@@ -254,7 +254,7 @@ def test_the_manifest_of_a_part_is_known_by_its_digest(tmp_path):
     write(tmp_path, 1)
     store = CheckpointStore(tmp_path, log=silent)
     (path,) = store.paths()
-    manifest = store.describe(path)
+    manifest = describe(path)
     parts = parts_of(path, manifest)
     assert [hashlib.sha256(encode(part)).hexdigest() for part in parts.values()] == list(manifest.parts)
 

@@ -30,7 +30,7 @@ from lockstep.distributed.control.handshake import (
 from lockstep.distributed.control.transport import HANDSHAKE_BYTES, MAC_BYTES, MacCounter, encode
 from lockstep.launch.launch_config import LaunchConfig
 from lockstep.launch.rendezvous import RendezvousServer
-from lockstep.launch.rendezvous_state import JobSpec
+from lockstep.launch.rendezvous_state import identity_of
 from lockstep.parameter_server.variables.variable_server import ArrayServer
 from tests.support.waiting import DEADLINE, wait_until
 
@@ -75,12 +75,12 @@ class Chief(Listener):
 class Rendezvous(Listener):
     def __init__(self):
         super().__init__()
-        spec = JobSpec.of(LaunchConfig(("a.py",), nodes=3, min_nodes=2, coordinator=self.address))
+        job = LaunchConfig(("a.py",), nodes=3, min_nodes=2, coordinator=self.address)
         port = self.listener.getsockname()[1]
         information = {"rank": 0, "host": "", "port": port}
-        me = Peer(-1, 1, **HIDDEN, identity=spec.as_identity(), information=information)
+        me = Peer(-1, 1, **HIDDEN, identity=identity_of(job), information=information)
         self.peer = replace(me, host="there", information=information | {"rank": None})
-        server = RendezvousServer(spec, me, self.listener, SECRET, self.lines.append)
+        server = RendezvousServer(job, me, self.listener, SECRET, self.lines.append)
         self.callback(server.connection.close)
         self.callback(server.stop, 0, "")
         self.entry = "--nnodes"

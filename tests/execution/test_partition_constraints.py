@@ -31,6 +31,14 @@ class Along(layers.Layer):
         return input_shape
 
 
+def convolved_rows(x):
+    return lax.conv_general_dilated(x[None, None], x[None, None, :3, :3], (1, 1), "SAME")[0, 0]
+
+
+def some_rows_added(x):
+    return jnp.zeros_like(x).at[jnp.array([0, 1, 0])].add(x[:3])
+
+
 def max_pooled(x):
     return ops.max_pool(x[None], 2, 1, padding="same")[0]
 
@@ -74,7 +82,16 @@ def pooled_in_a_loop(x):
     return lax.scan(lambda total, _: (total + max_pooled(jnp.tanh(total)), None), x, None, length=2)[0]
 
 
-WRONG = [max_pooled, clamped_row, rows_written_at_the_end, sorted_rows, sorted_within_rows, median, pooled_in_a_loop]
+WRONG = [
+    convolved_rows,
+    max_pooled,
+    clamped_row,
+    rows_written_at_the_end,
+    sorted_rows,
+    sorted_within_rows,
+    median,
+    pooled_in_a_loop,
+]
 
 
 class DirectModel(keras.Sequential):
@@ -121,7 +138,7 @@ def assert_equal(found, expected):
 
 STRATEGIES = {
     "mirrored": lambda: lockstep.MirroredStrategy(["cpu:0", "cpu:1"]),
-    "mesh": lambda: lockstep.ModelParallelStrategy({"data": 2, "model": 1}, devices=["cpu:0", "cpu:1"]),
+    "mesh": lambda: lockstep.ModelParallelStrategy({"data": 2, "model": 2}, devices=[f"cpu:{n}" for n in range(4)]),
 }
 
 
@@ -161,6 +178,10 @@ def with_own_derivative(x):
     return run(x)
 
 
+def solved(x):
+    return jnp.linalg.solve(max_pooled(x.T @ x) + 9 * jnp.eye(x.shape[1]), x.T).T
+
+
 NESTED = [in_branch, pooled_in_a_loop, jax.jit(max_pooled), jax.checkpoint(max_pooled)]
 
 
@@ -178,7 +199,9 @@ def gradient_of(function):
 
 
 @pytest.mark.parametrize(
-    "function", [*map(gradient_of, NESTED), in_while, with_own_derivative], ids=[*"bljr", "while", "custom_jvp"]
+    "function",
+    [*map(gradient_of, NESTED), in_while, with_own_derivative, gradient_of(solved)],
+    ids=["cond", "scan", "jit", "checkpoint", "while", "custom_jvp", "solve"],
 )
 def test_operations_in_loops_branches_and_calls_are_constrained(function):
     x = np.random.default_rng(0).normal(size=(ROWS, 6)).astype("float32")

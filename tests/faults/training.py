@@ -20,9 +20,10 @@ import lockstep
 import lockstep.checkpoint.format as checkpoint_format
 from lockstep.distributed.control.join import _Join
 from lockstep.fit.checkpointing.fit_checkpoint import FitCheckpoint
+from lockstep.parameter_server import worker_fit
 from lockstep.parameter_server.process_role import ProcessContext
 from lockstep.parameter_server.variables.variable_server import VariableService
-from lockstep.parameter_server.worker_fit import WorkerFit, _Evaluator
+from lockstep.parameter_server.worker_fit import WorkerFit
 from tests.support import compile_cache
 
 CONFIG = json.loads(sys.argv[1])
@@ -87,7 +88,7 @@ def install():
     before(WorkerFit, "_report", "after a push", 3)  # and before its report; no phase of the table
     before(VariableService, "_push", "step", 3)
     before(Validates, "on_test_batch_end", "validation", 2)
-    before(_Evaluator, "evaluate", "validation")
+    before(worker_fit, "_evaluate", "validation")
     write, checkpoints = checkpoint_format.write_arrays, itertools.count(1)
 
     def write_arrays(file, arrays):

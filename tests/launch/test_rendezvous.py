@@ -10,7 +10,7 @@ from lockstep.distributed.control.handshake import Peer
 from lockstep.distributed.control.transport import FramedSocket, encode
 from lockstep.launch.launch_config import LaunchConfig
 from lockstep.launch.rendezvous import RendezvousClient, RendezvousServer
-from lockstep.launch.rendezvous_state import GenerationOutcome, JobSpec, NodeInfo, RendezvousState
+from lockstep.launch.rendezvous_state import GenerationOutcome, NodeInfo, RendezvousState, identity_of
 
 DONE, FAILED = GenerationOutcome(0, ""), GenerationOutcome(9, "worker 0 ended with exit code 9")
 LOST = GenerationOutcome(75, "worker 1 ended with exit code 75", is_consequence=True)
@@ -23,8 +23,8 @@ class Rendezvous:
         least, most = nnodes
         limits = {"join_seconds": 10.0, "start_seconds": 100.0, "grace": 5.0, "max_restarts": 2}
         job = LaunchConfig(("a.py",), nodes=most, min_nodes=least, coordinator="h:500", **{**limits, **options})
-        self.spec, self.time = JobSpec.of(job), 0.0
-        self.state, self.sent = RendezvousState(self.spec, lambda: self.time), {}
+        self.job, self.time = job, 0.0
+        self.state, self.sent = RendezvousState(self.job, lambda: self.time), {}
 
     def join(self, key, rank=None, workers=1, host=None):
         node = NodeInfo(f"process {key}", rank, workers, host or f"host{key}", 500, is_server=key == 0)
@@ -51,9 +51,9 @@ class Rendezvous:
         return {key: message["code"] for key, message in self.sent.items() if message["kind"] == "end"}
 
     def _deliver(self, messages):
-        for one in messages:
-            json.dumps(one.message)
-            self.sent[one.to] = one.message
+        for to, message in messages:
+            json.dumps(message)
+            self.sent[to] = message
 
 
 def test_all_start_as_soon_as_the_most_are_there():
@@ -254,7 +254,7 @@ def test_who_leaves_with_all_work_done_is_no_failure():
 )
 def test_who_does_not_belong_here_is_refused(information, identity, why):
     rendezvous = Rendezvous()
-    peer = Peer(-1, 1, "b", 7, identity={**rendezvous.spec.as_identity(), **identity}, information=information)
+    peer = Peer(-1, 1, "b", 7, identity={**identity_of(rendezvous.job), **identity}, information=information)
     assert why in rendezvous.state.validate(peer).sentence
 
 
@@ -273,9 +273,9 @@ def test_nodes_that_are_heard_for_a_day_stay():
 
 
 def test_other_nodes_learn_why_node_0_ended_though_it_ends_before_its_message_is_read():
-    spec = Rendezvous((2, 2)).spec
+    job = Rendezvous((2, 2)).job
     own = Peer(0, 1, "here", 1, information={"rank": 0, "host": "here", "port": 500})
-    server = RendezvousServer(spec, own, socket.create_server(("127.0.0.1", 0)), None, print)
+    server = RendezvousServer(job, own, socket.create_server(("127.0.0.1", 0)), None, print)
     server_end, client_end = socket.socketpair()
     other = FramedSocket(client_end)
     ended = encode({"kind": "ended", **asdict(GenerationOutcome(143, "it was asked to stop", False, True, True))})

@@ -700,7 +700,7 @@ ROWS = np.random.default_rng(0).normal(size=(60, 16, 3)).astype("float32")
 def step(client, number, batch):
     """One worker fits a line to one batch; whoever else does the same task, it counts once."""
     w = client.pull()["w"]
-    client.push({"w": 2 * batch.T @ (batch @ w - batch @ TRUTH) / len(batch)}, task=number).wait()
+    client.push({"w": 2 * batch.T @ (batch @ w - batch @ TRUTH) / len(batch)}, task=number)
 
 
 def trained(slow=None, dies=None):

@@ -14,7 +14,7 @@ from lockstep.data.sources import Pending, make_source
 from lockstep.parameter_server import fit_dispatch
 from lockstep.parameter_server.chief_fit import ChiefFit
 from lockstep.parameter_server.fit_dispatch import ChiefFitDispatch, WorkerFitDispatch
-from lockstep.parameter_server.worker_fit import WorkerFit, _Evaluator, run_evaluator
+from lockstep.parameter_server.worker_fit import WorkerFit, _evaluate, run_evaluator
 from tests.parameter_server.test_task_dispatcher import ServedDispatcher
 
 
@@ -30,7 +30,7 @@ def test_evaluator_logs_a_metric_of_several_numbers():
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(3)])
     model.compile(loss="mse", metrics=[keras.metrics.F1Score()])
     lines = []
-    _Evaluator(model, Validation(), lines.append).evaluate([np.zeros((2, 3)), np.float32([1, 0, 0])], [], 1, "")
+    _evaluate(model, Validation(), [np.zeros((2, 3)), np.float32([1, 0, 0])], [], "1", lines.append)
     (line,) = lines
     assert "val_f1_score: [" in line
     assert f"val_loss: {(0 + 2 + 2 + 0) / 12:.4g}" in line

@@ -26,7 +26,15 @@ from keras.src.backend.common.masking import get_keras_mask as get_keras_mask
 from keras.src.backend.common.masking import set_keras_mask as set_keras_mask
 from keras.src.backend.common.stateless_scope import get_stateless_scope
 
-from lockstep._keras.patches import CONVOLUTIONS, LAYER_CALL, MOMENTS, SYNCHRONIZED_FLAG, patched, patched_method
+from lockstep._keras.patches import (
+    CONVOLUTIONS,
+    LAYER_CALL,
+    MOMENTS,
+    SYNCHRONIZED_FLAG,
+    patched,
+    patched_method,
+    value_in_context,
+)
 
 AttributeLeaf = tuple[Any, str, int]  # a layer, the name of its attribute, and the number of the leaf in that tree
 
@@ -393,14 +401,6 @@ def _kind(layer: Any) -> Any:
     return type(layer), tuple(variable.shape for variable in layer.variables)
 
 
-def uncovered_variables(
-    model: keras.Model, layers: Iterable[Any], is_sharded: Callable[[keras.Variable], bool]
-) -> list[str]:
-    """Return the paths of the sharded variables of ``model`` that belong to none of ``layers``."""
-    covered = {id(variable) for layer in layers for variable in layer.variables}
-    return [one.path for one in model.variables if is_sharded(one) and id(one) not in covered]
-
-
 def recompute_layers(layers: Iterable[Any], shards: Shards, gather: Gather) -> contextlib.AbstractContextManager[None]:
     """Make each of ``layers`` compute its results again in the backward pass, while this context is open.
 
@@ -435,12 +435,9 @@ _around_convolution: ContextVar[Callable[[Convolution, Any, Any], Any] | None] =
 @contextlib.contextmanager
 def replaced_grouped_convolutions(around: Callable[[Convolution, Any, Any], Any]) -> Iterator[None]:
     """Compute convolutions whose channels are in groups by ``around(convolution, inputs, kernel)``, in this thread, while this is open."""
-    token = _around_convolution.set(around)
-    try:
-        with patched(CONVOLUTIONS, [(backend_nn, name, _divert_grouped(name)) for name in CONVOLUTIONS.attributes]):
-            yield
-    finally:
-        _around_convolution.reset(token)
+    replacements = [(backend_nn, name, _divert_grouped(name)) for name in CONVOLUTIONS.attributes]
+    with value_in_context(_around_convolution, around), patched(CONVOLUTIONS, replacements):
+        yield
 
 
 def _divert_grouped(name: str) -> Callable[..., Any]:

@@ -2,8 +2,9 @@
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 
 @dataclass(frozen=True)
@@ -173,32 +174,23 @@ LOCAL_DEVICES = Patch(
     public_api="keras.device for a device of this process",
 )
 
-PATCHES = (
-    CLAIM_MODELS,
-    SHARD_VARIABLES,
-    OPTIMIZER_VARIABLES,
-    SYNCHRONIZED_ARGUMENT,
-    STEP_FUNCTIONS,
-    FIT_INPUT,
-    OWN_FIT,
-    CHIEF_ONLY_FILES,
-    CHIEF_ONLY_PRESETS,
-    INTERCEPT_FIT,
-    OBSERVE_COMPILE,
-    STATE_SYNC,
-    STATELESS_CALL,
-    LAYER_CALL,
-    MOMENTS,
-    CONVOLUTIONS,
-    LOSS,
-    OPTIMIZER_UPDATE,
-    OPTIMIZER_SLOTS,
-    SYNCHRONIZED_FLAG,
-    LOCAL_DEVICES,
-)
+PATCHES = tuple(value for value in list(vars().values()) if isinstance(value, Patch))
 
 Replacement = tuple[Any, str, Any]  # a class or an instance, the name of its attribute, the new value
 _ABSENT = object()
+
+
+Value = TypeVar("Value")
+
+
+@contextlib.contextmanager
+def value_in_context(variable: ContextVar[Value], value: Value) -> Iterator[None]:
+    """Give a context variable a value while this context is open."""
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
 
 
 @contextlib.contextmanager

@@ -44,6 +44,7 @@ from lockstep._keras.patches import (
     SYNCHRONIZED_ARGUMENT,
     install,
     patched,
+    value_in_context,
 )
 from lockstep._keras.sharded_variable import VariableLayouts, lay_out, lay_out_uninitialized
 
@@ -184,11 +185,8 @@ def is_in_optimizer() -> bool:
 def _marking_optimizer(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def method(*args: Any, **kwargs: Any) -> Any:
-        token = _in_optimizer.set(True)
-        try:
+        with value_in_context(_in_optimizer, True):
             return original(*args, **kwargs)
-        finally:
-            _in_optimizer.reset(token)
 
     return method
 
@@ -454,12 +452,8 @@ def intercept_fit(interceptor: FitInterceptor) -> Iterator[None]:
     def fit(model: keras.Model, *args: Any, **kwargs: Any) -> Any:
         return interceptable(model, functools.partial(original, model))(*args, **kwargs)
 
-    token = _interceptor.set(interceptor)
-    try:
-        with patched(INTERCEPT_FIT, [(owner, "fit", fit)]):
-            yield
-    finally:
-        _interceptor.reset(token)
+    with value_in_context(_interceptor, interceptor), patched(INTERCEPT_FIT, [(owner, "fit", fit)]):
+        yield
 
 
 @contextlib.contextmanager
@@ -485,11 +479,8 @@ def interceptable(model: keras.Model, fit: Fit) -> Fit:
         interceptor = _interceptor.get()
         if interceptor is None:
             return fit(*args, **kwargs)
-        token = _interceptor.set(None)
-        try:
+        with value_in_context(_interceptor, None):
             return interceptor(model, fit, args, kwargs)
-        finally:
-            _interceptor.reset(token)
 
     return call
 
@@ -527,12 +518,8 @@ def redirect_super(model: keras.Model, name: str, method: Callable[..., Any]) ->
         calls.append(None)
         return method(*args, **kwargs)
 
-    with _redirects.open(_patch_methods):
-        token = _redirect.set((model, name, counted))
-        try:
-            yield calls
-        finally:
-            _redirect.reset(token)
+    with _redirects.open(_patch_methods), value_in_context(_redirect, (model, name, counted)):
+        yield calls
 
 
 def _patch_methods(patches: contextlib.ExitStack) -> None:
@@ -549,11 +536,8 @@ def _redirecting(original: Callable[..., Any], name: str) -> Callable[..., Any]:
         redirect = _redirect.get()
         if redirect is None or redirect[0] is not self or redirect[1] != name:
             return original(self, *args, **kwargs)
-        token = _redirect.set(None)  # What it calls is Keras's.
-        try:
+        with value_in_context(_redirect, None):  # What it calls is Keras's.
             return redirect[2](*args, **kwargs)
-        finally:
-            _redirect.reset(token)
 
     return method
 

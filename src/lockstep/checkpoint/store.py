@@ -27,7 +27,7 @@ from lockstep._errors import CheckpointError, OptionError, describe_error, file_
 from lockstep._files import make_directory, open_own, publish, remove, sweep
 from lockstep._logging import log_info
 from lockstep.checkpoint import format
-from lockstep.checkpoint.format import Loaded, Manifest, Snapshot, checkpoints_in, free_name, is_leftover, step_of
+from lockstep.checkpoint.format import Loaded, Snapshot, checkpoints_in, free_name, is_leftover, step_of
 from lockstep.checkpoint.shards import PART, ArrayShard, pack
 
 _UNSUPPORTED = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
@@ -52,11 +52,6 @@ class WriterLock:
         self._held: weakref.finalize[..., WriterLock] | None = None  # closes the file, at the latest when this is freed
         self.is_exclusive = False
 
-    @property
-    def is_held(self) -> bool:
-        """Whether this object holds the lock."""
-        return self._held is not None and self._held.alive
-
     def take(self) -> None:
         """Take the lock, or fail at once.
 
@@ -64,7 +59,7 @@ class WriterLock:
             CheckpointError: another process, or another store in this process, holds it.
             OSError: the file cannot be made.
         """
-        if self.is_held:
+        if self._held is not None and self._held.alive:
             return
         descriptor = open_own(self._path, os.O_RDWR)
         try:
@@ -323,10 +318,6 @@ class CheckpointStore:
         for name in loaded.arrays:
             loaded.arrays[name]  # an error if it is damaged
         return loaded
-
-    def describe(self, path: str | os.PathLike[str]) -> Manifest:
-        """Read the manifest of one checkpoint, without its arrays. Args and errors are those of :meth:`read`."""
-        return format.describe(Path(path), self._key)
 
     def verify(self, path: str | os.PathLike[str]) -> list[str]:
         """Return a sentence for each damage of a checkpoint; none if it is as it was written.

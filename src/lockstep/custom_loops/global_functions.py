@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lockstep._errors import InputError, ScopeError, member_of, shown
-from lockstep.collectives import AutoAllReduce, CrossDeviceOps
+from lockstep.collectives import AutoAllReduce
 from lockstep.collectives.base import ReduceOp
 from lockstep.custom_loops.per_replica import bools_as_integers, check_arrays, check_axis, fits_jax, value_of
 from lockstep.custom_loops.replica_context import (
@@ -22,7 +22,6 @@ from lockstep.custom_loops.replica_context import (
 )
 from lockstep.custom_loops.strategy_api import StrategyApi
 from lockstep.data.fit_entry import InputOptions, ProcessGroup
-from lockstep.devices.names import device_name
 from lockstep.devices.placement import Placement, placement_on
 from lockstep.execution.train_functions import is_in_step
 
@@ -40,21 +39,6 @@ class _NoStrategy(StrategyApi):
     def num_replicas_in_sync(self) -> int:
         """One."""
         return 1
-
-    @property
-    def cross_device_ops(self) -> CrossDeviceOps:
-        """The operation that would add gradients."""
-        return self._ops
-
-    @property
-    def deterministic(self) -> bool:
-        """False."""
-        return False
-
-    @property
-    def devices(self) -> tuple[str, ...]:
-        """Name of JAX's default device."""
-        return tuple(device_name(device) for device in self._placement.devices)
 
     def scope(self) -> AbstractContextManager["_NoStrategy"]:
         """Changes nothing."""

@@ -14,7 +14,7 @@ import keras
 
 from lockstep._errors import ScopeError, member_of
 from lockstep._keras.graph import copy_keras_mask
-from lockstep._keras.patches import STATELESS_CALL, patched_method
+from lockstep._keras.patches import STATELESS_CALL, patched_method, value_in_context
 from lockstep.collectives import AutoAllReduce, CrossDeviceOps
 from lockstep.collectives.base import ReduceOp
 from lockstep.custom_loops.per_replica import (
@@ -232,12 +232,9 @@ def _replica_shape(result: Any) -> Any:
 @contextmanager
 def in_context(strategy: Any, replica: ReplicaContext | None) -> Iterator[None]:
     """Set the context to a replica of ``strategy`` or, with None, to its cross-replica context."""
-    token = _context.set((strategy, replica))
-    try:
-        with trace_context(replica.trace if replica else strategy.num_replicas_in_sync):
-            yield
-    finally:
-        _context.reset(token)
+    trace = replica.trace if replica else strategy.num_replicas_in_sync
+    with value_in_context(_context, (strategy, replica)), trace_context(trace):
+        yield
 
 
 def _values_of(value: Any) -> tuple[Any, ...]:
@@ -276,17 +273,17 @@ def as_floating(value: Any) -> jax.Array:
 
 
 class ReplicaModels:
-    """The models of a strategy; while a replica is traced, their ``stateless_call`` is that of :class:`_CallOnReplica`."""
+    """The models of a strategy, the oldest first; in a traced replica their ``stateless_call`` is that of :class:`_CallOnReplica`."""
 
     def __init__(self) -> None:
-        self._models: weakref.WeakSet[keras.Model] = weakref.WeakSet()
+        self._models: weakref.WeakKeyDictionary[keras.Model, None] = weakref.WeakKeyDictionary()
 
-    def __contains__(self, model: keras.Model) -> bool:
-        return model in self._models
+    def __iter__(self) -> Iterator[keras.Model]:
+        return iter(self._models)
 
     def add(self, model: keras.Model) -> None:
         """Add a model."""
-        self._models.add(model)
+        self._models[model] = None
 
     @contextmanager
     def in_replica(self) -> Iterator[None]:

@@ -40,6 +40,7 @@ from lockstep.custom_loops.replica_context import ReplicaContext, as_floating, c
 from lockstep.custom_loops.replica_runner import run_on_replicas
 from lockstep.data.fit_entry import InputOptions, ProcessGroup, check_input_options
 from lockstep.data.sources import make_tree_source
+from lockstep.devices.names import device_name
 from lockstep.devices.placement import DEVICE_AXIS, Placement, is_spread, local_values
 from lockstep.distributed.resolvers import ClusterResolver
 
@@ -83,6 +84,21 @@ class StrategyApi:
     def num_replicas_in_sync(self) -> int:
         """Number of replicas that a global batch is split over."""
         return self._placement.replicas
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """Names of the devices, for example ``("gpu:0", "gpu:1")``."""
+        return tuple(device_name(device) for device in self._placement.devices)
+
+    @property
+    def cross_device_ops(self) -> CrossDeviceOps:
+        """The operation that adds the devices' gradients."""
+        return self._ops
+
+    @property
+    def deterministic(self) -> bool:
+        """Whether a step has the same bits on any number of devices."""
+        return self._deterministic
 
     @property
     def cluster_resolver(self) -> ClusterResolver | None:

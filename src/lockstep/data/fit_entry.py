@@ -84,23 +84,8 @@ def check_input_options(name: str, options: object) -> InputOptions:
     return instance_of(InputOptions, name, options, "a lockstep.InputOptions or None")
 
 
-class FitObserver:
-    """Observer of calls of ``fit``; this base class ignores them."""
-
-    def observe_fit(
-        self, model: keras.Model, data: tuple[Any, Any, Any], arguments: dict[str, Any]
-    ) -> Callable[[Any], None] | None:
-        """Observe a call.
-
-        Args:
-            model: the model.
-            data: inputs, targets and weights, as given.
-            arguments: further ones, by name.
-
-        Returns:
-            A function to call with the first batch on the host, or None.
-        """
-        return None
+# (model; inputs, targets and weights as given; further arguments by name) -> a function to call with the first batch on the host, or None
+ObserveFit = Callable[[keras.Model, tuple[Any, Any, Any], dict[str, Any]], Callable[[Any], None] | None]
 
 
 class ProcessGroup:
@@ -183,7 +168,7 @@ class InputFactory:
         options: the user's options.
         process_group: the processes of the job.
         around_fit: returns a context that is open during a call of fit, given the model and the arguments.
-        observer: observes each call of fit.
+        observe_fit: observes each call of fit.
     """
 
     def __init__(
@@ -192,10 +177,10 @@ class InputFactory:
         options: InputOptions,
         process_group: ProcessGroup,
         around_fit: Callable[[keras.Model, dict[str, Any]], AbstractContextManager[None]],
-        observer: FitObserver,
+        observe_fit: ObserveFit,
     ) -> None:
         self._placement, self._options, self._process_group = placement, options, process_group
-        self._around_fit, self._observer = around_fit, observer
+        self._around_fit, self._observe_fit = around_fit, observe_fit
         # Batches that were read from a generator and not used, for the next call; they are dropped with the generator.
         self._pending: WeakKeyDictionary[Any, Pending] = WeakKeyDictionary()
 
@@ -274,7 +259,7 @@ class InputFactory:
         data = [given.pop(argument, None) for argument in ("x", "y", "sample_weight")]
         options = {argument: given.pop(argument, None) for argument in ("class_weight", "batch_size")}
         options["shuffle"] = given.pop("shuffle", True) if name == "fit" else False
-        on_first = self._observer.observe_fit(model, tuple(data), given | options) if name == "fit" else None
+        on_first = self._observe_fit(model, tuple(data), given | options) if name == "fit" else None
         made = make(*data, steps_per_epoch=given.get(_STEPS[name]), on_first_batch=on_first, **options)
         given["x"] = opened = stack.enter_context(_closing(made))
         return opened

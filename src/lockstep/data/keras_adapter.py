@@ -58,14 +58,6 @@ class _Resume:
     is_mid_pass: bool = False
 
 
-@dataclass(frozen=True)
-class _PassCount:
-    """The number of the current pass, from 1, and the number of batches that were taken in earlier ones."""
-
-    number: int = 0
-    taken_before: int = 0
-
-
 class KerasInput(trainer.DataAdapter):
     """Data adapter that Keras gets in place of the user's input.
 
@@ -96,7 +88,10 @@ class KerasInput(trainer.DataAdapter):
     ) -> None:
         self._source, self._on_first_batch = source, on_first_batch
         self._settings = _Settings(place, depth, math.inf if steps is None else steps, report, make_check)
-        self._tracking, self._resume, self._count = _Tracking.OFF, _Resume(), _PassCount()
+        self._tracking, self._resume = _Tracking.OFF, _Resume()
+        self._pass_number = self._taken_before = (
+            0  # number of the current pass, from 1; batches that were taken in earlier ones
+        )
         self._pass: PassIterator | None = None
         self._keras_pass: PassIterator | None = None  # the pass that Keras has; it forwards to its successors
         self._resumed_pass: PassIterator | None = None  # the pass that Keras gets next
@@ -204,20 +199,20 @@ class KerasInput(trainer.DataAdapter):
     @property
     def last_taken(self) -> tuple[int, int]:
         """Number of the current pass, and number of its batch that was taken last."""
-        return self._count.number, (self._pass.position if self._pass else 0) - 1
+        return self._pass_number, (self._pass.position if self._pass else 0) - 1
 
     @property
     def total_taken(self) -> int:
         """Number of batches that were taken, in all passes."""
-        return self._count.taken_before + (self._pass.position if self._pass else 0)
+        return self._taken_before + (self._pass.position if self._pass else 0)
 
     def pass_metadata(self) -> dict[str, Any]:
         """Return what another process needs to read the batches of this pass: see :class:`IndexedBatches`."""
         return {
-            "pass": self._count.number,
+            "pass": self._pass_number,
             "at_begin": self._pass.at_begin if self._pass else {},
             "hooks": list(self.epoch_hooks),  # Those of the end of this epoch are not among them.
-            "taken_before": self._count.taken_before,
+            "taken_before": self._taken_before,
             "order": self._pass.order if self._pass else None,
         }
 
@@ -311,11 +306,10 @@ class KerasInput(trainer.DataAdapter):
 
     def _begin_pass(self) -> PassIterator:
         settings, before, start = self._settings, self._pass, self._resume.start
-        taken = 0
+        self._pass_number += 1
         if before:
             before.close()
-            taken = before.position
-        self._count = _PassCount(self._count.number + 1, self._count.taken_before + taken)
+            self._taken_before += before.position
         self._resume = replace(self._resume, start=None)
         self._pass = PassIterator(
             self._source,

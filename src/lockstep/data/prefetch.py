@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import jax
 
 from lockstep._keras import trainer
+from lockstep._keras.patches import value_in_context
 from lockstep._logging import is_cancelled, log_info
 
 BOUND = 0.2  # share of the time spent waiting for data from which on advice is given
@@ -28,11 +29,8 @@ _collected: ContextVar["list[WaitMeter] | None"] = ContextVar("collected", defau
 def collect_meters() -> Iterator["list[WaitMeter]"]:
     """Yield a list to which each meter is added that is made in this context."""
     made: list[WaitMeter] = []
-    token = _collected.set(made)
-    try:
+    with value_in_context(_collected, made):
         yield made
-    finally:
-        _collected.reset(token)
 
 
 class WaitMeter:

@@ -45,6 +45,7 @@ class InputSource:
     can_seek = False  # whether batches_from reads nothing that comes before
     has_hooks = False  # whether the user's code runs at the beginning or end of an epoch
     is_shared = True  # whether all processes of a job read the same input
+    _shuffled: "_ShuffledData | None" = None  # what it knows of the order in which its data are shuffled
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -78,10 +79,12 @@ class InputSource:
 
     def order_state(self) -> dict[str, Any] | None:
         """Return, in values of JSON, what the order of the next pass depends on besides the global generators; None: nothing else."""
-        return None
+        return self._shuffled.state() if self._shuffled else None
 
     def restore_order(self, state: dict[str, Any] | None) -> None:
         """Give the next pass the order that it had when :meth:`order_state` returned ``state``, in this process or another one."""
+        if self._shuffled:
+            self._shuffled.restore(state)
 
     def begin_epoch(self) -> None:
         """Begin an epoch."""
@@ -227,7 +230,8 @@ class AdapterSource(InputSource):
 
     def __init__(self, adapter: Any, data: Any) -> None:
         super().__init__(type(data).__name__)
-        self._adapter, self._order = adapter, _ShuffledData(data, self.name)
+        self._adapter = adapter
+        self._shuffled: _ShuffledData = _ShuffledData(data, self.name)
 
     @property
     def num_batches(self) -> int | None:
@@ -246,17 +250,9 @@ class AdapterSource(InputSource):
 
     def batches(self) -> Iterator[Any]:
         """See :class:`InputSource`."""
-        self._order.note_pass()
+        self._shuffled.note_pass()
         batches = iter(self._adapter.get_jax_iterator())
         return _copied(batches) if trainer.may_reuse_memory(self._adapter) else batches
-
-    def order_state(self) -> dict[str, Any] | None:
-        """See :class:`InputSource`."""
-        return self._order.state()
-
-    def restore_order(self, state: dict[str, Any] | None) -> None:
-        """See :class:`InputSource`."""
-        self._order.restore(state)
 
     def begin_epoch(self) -> None:
         """See :class:`InputSource`."""
@@ -499,7 +495,8 @@ class IterableSource(_LeftoverSource):
     def __init__(self, iterable: Iterable[Any]) -> None:
         super().__init__(type(iterable).__name__, Pending())
         self.restarts = not isinstance(iterable, Iterator)
-        self._iterable, self._order = iterable, _ShuffledData(iterable, self.name)
+        self._iterable = iterable
+        self._shuffled: _ShuffledData = _ShuffledData(iterable, self.name)
 
     @property
     def num_batches(self) -> int | None:
@@ -508,16 +505,8 @@ class IterableSource(_LeftoverSource):
         return known if known >= 0 else None
 
     def _made(self) -> Iterator[Any]:
-        self._order.note_pass()
+        self._shuffled.note_pass()
         return iter(self._iterable)
-
-    def order_state(self) -> dict[str, Any] | None:
-        """See :class:`InputSource`."""
-        return self._order.state()
-
-    def restore_order(self, state: dict[str, Any] | None) -> None:
-        """See :class:`InputSource`."""
-        self._order.restore(state)
 
 
 def check_data(argument: str, data: Any, *, is_arrays: bool = False, may_be_empty: bool = False) -> None:

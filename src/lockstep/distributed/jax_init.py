@@ -19,9 +19,8 @@ import jax
 from lockstep._errors import ClusterError
 from lockstep._logging import counted, listed
 from lockstep.devices.cpu_devices import has_started, reserve_threads
-from lockstep.distributed.cluster.addresses import host_of, is_loopback, join_address, split_address
+from lockstep.distributed.cluster.addresses import chosen_port, host_of, is_loopback, join_address, split_address
 from lockstep.distributed.cluster.env_reader import (
-    EnvReader,
     NetworkOptions,
     gpu_files,
     has_accelerators,
@@ -214,7 +213,8 @@ def _open_port(
 ) -> Iterator[tuple[str, str | None]]:
     """Listen at the chief; yield the address, and why listening has failed."""
     network, host = NetworkOptions.of(environ), host_of(client.group.coordinator)
-    address = join_address(host, _chosen_port(environ) or free_port(network.bind_host or host))
+    port = chosen_port(environ, JAX_PORT, "the port of JAX's service") or free_port(network.bind_host or host)
+    address = join_address(host, port)
     try:
         listener = open_listener(address, network, log, "JAX's service")
     except ClusterError as error:
@@ -222,11 +222,6 @@ def _open_port(
     else:
         with listener:
             yield address, None
-
-
-def _chosen_port(environ: Mapping[str, str]) -> int | None:
-    own = EnvReader("Lockstep", environ, "set it to a free port, or leave it out.")
-    return own.integer(JAX_PORT, "the port of JAX's service", minimum=1, maximum=65535) if JAX_PORT in environ else None
 
 
 def _bind_address(service: str, network: NetworkOptions) -> str:

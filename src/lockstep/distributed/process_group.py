@@ -315,7 +315,7 @@ def _broadcast_arrays(
         if client.group.is_chief:
             own = b"".join(contents[array][start:stop] for array, start, stop in chunk)
             numbers.view(np.uint8)[: len(own)] = np.frombuffer(own, np.uint8)
-        received = memoryview(_sum(placement, numbers).tobytes())
+        received = memoryview(sum_over_workers(placement, numbers).tobytes())
         if not client.group.is_chief:
             for array, start, stop in chunk:
                 contents[array][start:stop] = received[: stop - start]
@@ -345,7 +345,7 @@ def _chunks(lengths: Sequence[int], most: int) -> Iterator[list[tuple[int, int, 
         yield chunk
 
 
-def _sum(placement: Placement, own: np.ndarray) -> np.ndarray:
+def sum_over_workers(placement: Placement, own: np.ndarray) -> np.ndarray:
     """Return the sum over the workers; one device of each worker contributes its array."""
     zeros = np.zeros_like(own)
     parts = [
@@ -354,11 +354,11 @@ def _sum(placement: Placement, own: np.ndarray) -> np.ndarray:
     ]
     whole = (len(placement.devices), *own.shape)
     stack = jax.make_array_from_single_device_arrays(whole, placement.row_sharding, parts)
-    return np.asarray(device_sum(placement.mesh)(stack).addressable_shards[0].data)
+    return np.asarray(_device_sum(placement.mesh)(stack).addressable_shards[0].data)
 
 
 @cache
-def device_sum(mesh: Mesh) -> Any:
+def _device_sum(mesh: Mesh) -> Any:
     """Return the program that adds the rows of an array, of which each device of ``mesh`` has one."""
     whole, cut = PartitionSpec(), PartitionSpec(DEVICE_AXIS)
     add = jax.shard_map(

@@ -204,11 +204,6 @@ class FitCall:
         return -(-rows // steps) if given is None and steps and rows else given or trainer.DEFAULT_BATCH_SIZE
 
     @property
-    def is_read(self) -> bool:
-        """Whether the data are a batch that was read from an input."""
-        return self.rows_read is not None
-
-    @property
     def at_fit(self) -> str:
         """Location of the call of fit, for messages."""
         return f"fit at {self.fit_at}" if self.fit_at else "fit"

@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 import keras
 
 from lockstep._errors import ModelError, summary_of
-from lockstep.data.fit_entry import FitObserver, InputFactory
+from lockstep.data.fit_entry import InputFactory
 from lockstep.doctor.base import Finding, FitCall, Report, RuntimeSettings, calling_location, doctor_enabled
 from lockstep.doctor.data_checks import (
     FitRecord,
@@ -74,7 +74,7 @@ def run_checks(call: FitCall, checks: Iterable[Check]) -> list[Finding]:
     return [finding for check in checks for finding in check(call)]
 
 
-class FitChecks(FitObserver):
+class FitChecks:
     """Checks each call of ``fit`` and logs each finding once for a model; compiles nothing and reads a bounded number of values.
 
     Args:
@@ -90,7 +90,16 @@ class FitChecks(FitObserver):
     def observe_fit(
         self, model: keras.Model, data: tuple[Any, Any, Any], arguments: dict[str, Any]
     ) -> Callable[[Any], None] | None:
-        """See the base class."""
+        """Check a call.
+
+        Args:
+            model: the model.
+            data: inputs, targets and weights, as given.
+            arguments: further ones, by name.
+
+        Returns:
+            A function to call with the first batch on the host, or None.
+        """
         if not doctor_enabled():
             return None
         call = FitCall(model, *data, arguments, self._settings, calling_location())

@@ -119,7 +119,8 @@ def fit_record(call: FitCall, rate: float | None) -> FitRecord | None:
     """Return the record of a call; None if the batch size is unknown or the learning rate changes during training."""
     if call.rows is None or rate is None:
         return None
-    return FitRecord(call.rows if call.is_read else call.batch_size, rate)  # also if there are fewer rows in all
+    rows = call.batch_size if call.rows_read is None else call.rows_read
+    return FitRecord(rows, rate)  # also if there are fewer rows in all
 
 
 def learning_rate_of(call: FitCall) -> float | None:

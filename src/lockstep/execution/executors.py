@@ -140,7 +140,13 @@ class SpmdExecutor:
     def compile(self, step: Step, kind: str, gate: NonFiniteGate | None = None) -> Step:
         """See :class:`Executor`."""
         run = self.train_step(step, gate) if kind == "train" else self.read_only_step(step, kind)
-        return _with_placement(run, self.placement, self.state_shardings, gate)
+        placed = _with_placement(run, self.placement, self.state_shardings, gate)
+
+        def prepared(state: Any, batch: Any) -> tuple[Any, Any]:
+            self.prepare(batch)
+            return placed(state, batch)
+
+        return prepared
 
     def compile_joined(self, step: Step) -> Step:
         """Return a training step as a function of several batches of equal shapes: one program, which returns the logs of the last."""
@@ -155,7 +161,12 @@ class SpmdExecutor:
             return jax.tree.map(lambda leaf: leaf[-1], logs), new
 
         run = self.compile(steps, "train")
-        return lambda state, batches: run(state, tuple(map(self.placement.place, batches)))
+
+        def joined(state: Any, batches: Any) -> tuple[Any, Any]:
+            self.prepare(batches[0])  # ``run`` would get all of them.
+            return run(state, tuple(map(self.placement.place, batches)))
+
+        return joined
 
     def train_step(self, step: Step, gate: NonFiniteGate | None = None) -> CompiledTrainStep:
         """Return a training step on placed arrays."""
@@ -501,26 +512,6 @@ class ModelParallelExecutor(SpmdExecutor):
     ) -> None:
         super().__init__(placement, AutoAllReduce(), shard=shardings.shard, recompute=recompute)
         self.shardings, self._settle, self._log = shardings, settle, log
-
-    def compile(self, step: Step, kind: str, gate: NonFiniteGate | None = None) -> Step:
-        """See :class:`Executor`."""
-        run = super().compile(step, kind, gate)
-
-        def prepared(state: Any, batch: Any) -> tuple[Any, Any]:
-            self.prepare(batch)
-            return run(state, batch)
-
-        return prepared
-
-    def compile_joined(self, step: Step) -> Step:
-        """See :class:`SpmdExecutor`."""
-        run = super().compile_joined(step)
-
-        def prepared(state: Any, batches: Any) -> tuple[Any, Any]:
-            self.prepare(batches[0])
-            return run(state, batches)
-
-        return prepared
 
     def prepare(self, batch: Any) -> None:
         """See :class:`SpmdExecutor`."""

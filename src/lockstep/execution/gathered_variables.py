@@ -19,7 +19,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from lockstep._keras.graph import blocks_of, layers_where, recompute_layers, uncovered_variables
+from lockstep._keras.graph import blocks_of, layers_where, recompute_layers
 from lockstep.devices.placement import DEVICE_AXIS, Placement, is_large
 from lockstep.execution.replica import ReplicaCall, ReplicaResult
 
@@ -111,12 +111,6 @@ def layers_to_recompute(
     if recompute is None:
         return []
     return layers_where(model, recompute) if callable(recompute) else blocks_of(model, is_sharded)
-
-
-def unrecomputed_variables(model: keras.Model, placement: Placement, recompute: Recompute) -> list[str]:
-    """Return the paths of the sharded variables whose whole values are kept for the backward pass."""
-    is_sharded = partial(_is_sharded, placement)
-    return uncovered_variables(model, layers_to_recompute(model, is_sharded, recompute), is_sharded)
 
 
 @dataclass(frozen=True)
@@ -219,7 +213,8 @@ def layout_of(
         recompute: which layers are recomputed in the backward pass.
         deterministic: whether all variables are gathered before a step.
     """
-    once = set(unrecomputed_variables(model, placement, recompute))
+    layers = layers_to_recompute(model, partial(_is_sharded, placement), recompute)
+    twice = {id(variable) for layer in layers for variable in layer.variables}
 
     def row(owner: str, variable: keras.Variable) -> VariableLayout:
         shape = tuple(variable.shape)
@@ -230,7 +225,7 @@ def layout_of(
         if axis is None or (owner == "optimizer" and not deterministic):
             gathered = ""
         else:
-            gathered = "before a step" if deterministic else "forward" if variable.path in once else "forward, backward"
+            gathered = "before a step" if deterministic else "forward, backward" if id(variable) in twice else "forward"
         axes = tuple(DEVICE_AXIS if number == axis else None for number in range(len(shape)))
         return VariableLayout(variable.path, owner, shape, size, axes, device_size, gathered)
 

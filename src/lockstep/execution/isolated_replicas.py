@@ -17,7 +17,7 @@ Source: the recipe was found by trial; the order of addition is that of reproduc
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache, partial
 from itertools import accumulate
 from typing import Any
@@ -35,12 +35,13 @@ from lockstep.devices.batch_split import Layout
 from lockstep.devices.placement import DEVICE_AXIS, PlacedRows, Placement
 from lockstep.execution.jaxpr_utils import is_inexact
 from lockstep.execution.program_partition import bind_isolated
-from lockstep.execution.replica import ReplicaResult, run_replicas
+from lockstep.execution.replica import ReplicaResult
 from lockstep.execution.spmd import (
     PerDevice,
     PerDeviceProgram,
     SpmdForward,
     finish_result,
+    run_local,
     sharded_array,
     to_per_device,
 )
@@ -241,16 +242,9 @@ class ReplicasForward:
         trainable, fixed = len(forward.trainable), len(forward.trainable) + len(forward.non_trainable)
 
         def replica(rows: int, number: jax.Array, whole: list[Any], cut: list[Any]) -> list[jax.Array]:
-            result = run_replicas(
-                partial(forward.call, shared=whole[fixed:]),
-                forward.merges,
-                whole[:trainable],
-                whole[trainable:fixed],
-                cut,
-                rows=(rows,),
-                first_replica=number,
-                global_rows=self.layout.rows,
-            )
+            trained, others, shared = whole[:trainable], whole[trainable:fixed], whole[fixed:]
+            own = replace(forward, trainable=trained, non_trainable=others, shared=shared)
+            result = run_local(own, cut, (rows,), number, vectorize=False)
             self.row_results = len(result.rows)
             self.results: Any = jax.tree.structure(result)
             return jax.tree.leaves(result)

@@ -1,7 +1,8 @@
 """Constraints on how XLA partitions a step: some operations must not be divided over devices along some of their axes.
 
 jaxlib 0.10.2 computes wrong gradients, or ends the process, if it divides max pooling along overlapping windows, sorting along the
-sorted axis, or slices whose start may be clamped along the cut axes: ``docs/decisions/0067``. A step is traced, and arguments and
+sorted axis, slices whose start may be clamped along the cut axes, or, on a mesh of several axes, convolutions along those of their
+window, and unevenly what a scatter writes: ``docs/decisions/0067``. A step is traced, and arguments and
 results of these operations are constrained: each device has these axes whole, and XLA chooses for the others. Unsigned indices, as
 the derivative of sorting has, become signed ones: with the others an uneven division ends the process.
 """
@@ -17,6 +18,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lockstep.execution.jaxpr_utils import evaluate, run_equation
 from lockstep.execution.train_state import Step
+
+Axes = tuple[int, ...]
 
 _WINDOWS = (
     "reduce_window",
@@ -40,14 +43,41 @@ def constrain_partitioning(step: Step, mesh: Mesh) -> Step:
             return step(*jax.tree.unflatten(structure, values))
 
         closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*leaves)
-        found = _evaluate(closed, leaves, mesh) if _is_divided_wrongly(closed.jaxpr) else jaxpr_as_fun(closed)(*leaves)
+        found = (
+            _evaluate(closed, leaves, mesh)
+            if _is_divided_wrongly(closed.jaxpr, mesh)
+            else jaxpr_as_fun(closed)(*leaves)
+        )
         return jax.tree.unflatten(jax.tree.structure(shapes), found)
 
     return run
 
 
-def undivided_axes(equation: JaxprEqn) -> tuple[int, ...]:
-    """Return the axes of an operation's arrays along which XLA must not divide it."""
+def undivided_axes(equation: JaxprEqn, mesh: Mesh) -> tuple[Axes, ...]:
+    """Return the axes of each argument, then of each result, along which XLA must not divide an operation; () if it may divide all."""
+    if sum(size > 1 for size in mesh.shape.values()) > 1 and (found := _undivided_on_mesh(equation, mesh.size)):
+        return found
+    axes = _undivided_axes_of_argument(equation)
+    ranks = [len(_shape_of(atom)) for atom in (*equation.invars, *equation.outvars)]
+    # Starts of slices, and first values of windows, have no axes.
+    return tuple(axes if rank > max(axes) else () for rank in ranks) if axes else ()
+
+
+def _undivided_on_mesh(equation: JaxprEqn, devices: int) -> tuple[Axes, ...]:
+    """Return what :func:`undivided_axes` does, for operations that XLA divides wrongly over meshes of several axes only."""
+    name = equation.primitive.name
+    numbers: Any = equation.params.get("dimension_numbers")
+    if name == "conv_general_dilated":
+        return numbers.lhs_spec[2:], numbers.rhs_spec[2:], numbers.out_spec[2:]
+    if not name.startswith("scatter"):
+        return ()
+    shape = _shape_of(equation.invars[2])
+    rows = [axis for axis in range(len(shape)) if axis not in numbers.update_window_dims]
+    uneven = [number for number, axis in enumerate(rows) if shape[axis] % devices]
+    return ((), tuple(uneven), tuple(rows[number] for number in uneven), ()) if uneven else ()
+
+
+def _undivided_axes_of_argument(equation: JaxprEqn) -> Axes:
     name, params = equation.primitive.name, equation.params
     if name == "sort":
         return (params["dimension"],)
@@ -83,28 +113,30 @@ def _dtype_of(atom: Any) -> Any:
     return atom.aval.dtype
 
 
-def _is_divided_wrongly(jaxpr: Jaxpr) -> bool:
-    return any(undivided_axes(one) or _has_unsigned_indices(one) or _is_wrong_within(one) for one in jaxpr.eqns)
+def _is_divided_wrongly(jaxpr: Jaxpr, mesh: Mesh) -> bool:
+    return any(
+        undivided_axes(one, mesh) or _has_unsigned_indices(one) or _is_wrong_within(one, mesh) for one in jaxpr.eqns
+    )
 
 
-def _is_wrong_within(equation: JaxprEqn) -> bool:
+def _is_wrong_within(equation: JaxprEqn, mesh: Mesh) -> bool:
     """Return whether the body of a loop, branch or call needs constraints; that of a ``shard_map`` is divided already."""
     is_shared = equation.primitive.name != "shard_map"
-    return is_shared and any(map(_is_divided_wrongly, jaxprs_in_params(equation.params)))
+    return is_shared and any(_is_divided_wrongly(jaxpr, mesh) for jaxpr in jaxprs_in_params(equation.params))
 
 
 def _evaluate(closed: ClosedJaxpr, arguments: Sequence[Any], mesh: Mesh) -> list[Any]:
     """Evaluate a jaxpr with the constraints."""
 
     def handle(equation: JaxprEqn, inputs: list[Any]) -> Sequence[Any] | None:
-        if axes := undivided_axes(equation):
-            whole = [_constrained(value, axes, mesh) for value in inputs]
+        axes, is_unsigned = undivided_axes(equation, mesh), _has_unsigned_indices(equation)
+        if axes or is_unsigned:
+            axes = axes or ((),) * (len(inputs) + len(equation.outvars))
+            signed = [inputs[0], inputs[1].astype("int32"), *inputs[2:]] if is_unsigned else inputs
+            whole = [_constrained(value, own, mesh) for value, own in zip(signed, axes, strict=False)]
             outputs = run_equation(closed.jaxpr, equation, whole)
-            return [_constrained(value, axes, mesh) for value in outputs]
-        if _has_unsigned_indices(equation):
-            operand, indices, *others = inputs
-            return run_equation(closed.jaxpr, equation, [operand, indices.astype("int32"), *others])
-        if _is_wrong_within(equation):
+            return [_constrained(value, own, mesh) for value, own in zip(outputs, axes[len(inputs) :], strict=True)]
+        if _is_wrong_within(equation, mesh):
             params = {name: _with_constraints(value, mesh) for name, value in equation.params.items()}
             return run_equation(closed.jaxpr, equation.replace(params=params), inputs)
         return None
@@ -112,8 +144,8 @@ def _evaluate(closed: ClosedJaxpr, arguments: Sequence[Any], mesh: Mesh) -> list
     return evaluate(closed, arguments, handle)
 
 
-def _constrained(value: Any, axes: tuple[int, ...], mesh: Mesh) -> Any:
-    if np.ndim(value) <= max(axes):  # the start of a slice, or the first value of a window
+def _constrained(value: Any, axes: Axes, mesh: Mesh) -> Any:
+    if not axes:
         return value
     spec = [None if axis in axes else PartitionSpec.UNCONSTRAINED for axis in range(np.ndim(value))]
     return jax.lax.with_sharding_constraint(value, NamedSharding(mesh, PartitionSpec(*spec)))
@@ -122,7 +154,8 @@ def _constrained(value: Any, axes: tuple[int, ...], mesh: Mesh) -> Any:
 def _with_constraints(value: Any, mesh: Mesh) -> Any:
     """Return a parameter of an equation with the constraints in the jaxprs within it."""
     if isinstance(value, tuple):
-        return tuple(_with_constraints(one, mesh) for one in value)
+        items = [_with_constraints(one, mesh) for one in value]
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
     if isinstance(value, Jaxpr):
         return _with_constraints(ClosedJaxpr(value, []), mesh).jaxpr
     if not isinstance(value, ClosedJaxpr):

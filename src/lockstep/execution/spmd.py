@@ -185,7 +185,7 @@ def forward_eagerly(forward: SpmdForward, inputs: Any) -> ReplicaResult:
         Rows joined, means and state merged over all replicas.
     """
     rows = tuple(size for device in forward.calls for size in device)
-    return finish_result(forward, _run_local(forward, inputs, rows, first_replica=0, vectorize=False))
+    return finish_result(forward, run_local(forward, inputs, rows, first_replica=0, vectorize=False))
 
 
 def forward_on_devices(
@@ -206,7 +206,7 @@ def forward_on_devices(
     layout = forward.layout
     if layout.devices == 1:
         own = forward.calls[0]
-        return finish_result(forward, _run_local(forward, inputs, own, 0, _is_vectorized(forward, own, placement)))
+        return finish_result(forward, run_local(forward, inputs, own, 0, _is_vectorized(forward, own, placement)))
 
     trainable_axes, other_axes = forward.variable_axes
     cut, whole = PartitionSpec(DEVICE_AXIS), PartitionSpec()
@@ -321,7 +321,7 @@ def _run_replicas_of_device(forward: SpmdForward, inputs: Any, placement: Placem
         return branches[0](*operands)
     if padded:
         vectorize = _is_vectorized(forward, padded, placement)
-        return _run_local(forward, inputs, padded, first_replica, vectorize, own_used[0])
+        return run_local(forward, inputs, padded, first_replica, vectorize, own_used[0])
     if len(shares) < len(set(forward.calls)):  # Some devices have no rows.
         branches.append(partial(_zeros_like_result_of, branches[0]))
     if placement.platform == "cpu":
@@ -503,12 +503,12 @@ def _run_padded(
 ) -> ReplicaResult:
     """Run one share of the rows and pad its results to the capacity of a device."""
     own = replace(forward, trainable=trainable, non_trainable=non_trainable, shared=shared)
-    result = _run_local(own, inputs, share, first_replica, vectorize)
+    result = run_local(own, inputs, share, first_replica, vectorize)
     rows = [_padded_to(leaf, (forward.layout.capacity, *leaf.shape[1:])) for leaf in result.rows]
     return ReplicaResult(rows=rows, means=result.means, state=result.state)
 
 
-def _run_local(
+def run_local(
     forward: SpmdForward,
     inputs: Any,
     rows: tuple[int, ...],
@@ -516,6 +516,7 @@ def _run_local(
     vectorize: bool,
     rows_used: jax.Array | None = None,
 ) -> ReplicaResult:
+    """Run the calls of ``forward`` that have these numbers of rows, on the device of ``inputs``; see :func:`run_replicas`."""
     return run_replicas(
         partial(forward.call, shared=forward.shared),
         forward.merges,

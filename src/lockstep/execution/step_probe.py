@@ -17,18 +17,31 @@ from lockstep._keras import trainer
 from lockstep.devices.placement import Placement
 from lockstep.execution.executors import Executor, SpmdExecutor
 from lockstep.execution.train_functions import StepFunctions
-from lockstep.execution.train_state import dispatch_lock, without_aliases
-
-Step = Callable[[Any, Any], tuple[Any, Any]]
+from lockstep.execution.train_state import Step, dispatch_lock, without_aliases
 
 
-class StepProbe(Protocol):
-    """A training step compiled for one batch."""
+class StepProbe:
+    """A training step compiled for one batch; ``state`` and ``batch`` return the arguments of a run.
 
-    memory: int  # bytes that the step takes on each device
+    Attributes:
+        memory: bytes that the step takes on each device.
+    """
+
+    def __init__(
+        self, program: jax.stages.Compiled, state: Callable[[], Any], batch: Callable[[], Any], step: Step
+    ) -> None:
+        self._state, self._batch, self._step = state, batch, step
+        analysis: Any = program.memory_analysis()
+        self.memory = int(
+            analysis.argument_size_in_bytes
+            + analysis.output_size_in_bytes
+            - analysis.alias_size_in_bytes
+            + analysis.temp_size_in_bytes
+        )
 
     def seconds(self, steps: int) -> float:
         """Return the median time of this many steps in a row, after one that does not count."""
+        return median_step_seconds(self._step, self._state(), self._batch(), steps)
 
 
 class StepProbes(Protocol):
@@ -69,19 +82,18 @@ class StrategyProbes:
         with jax.default_device(self._executor.eager_device):  # the device of variables that Keras has not built yet
             state = trainer.training_state(self._model, batch)
         self._default.prepare(batch)
-        functions = StepFunctions(self._model, self._placement, self._default, lambda _: None)
-        train_step = self._default.train_step(functions.build_step(self._default, "train"))
+        train_step = self._default.train_step(self._functions.build_step(self._default, "train"))
         program = train_step.compile_for(state, self._placement.abstract_batch(batch))
         if not self.is_estimate:
             shardings = program.input_shardings[0][0]
-            return _CompiledProbe(
+            return StepProbe(
                 program,
                 lambda: self._placement.put(copies(state), shardings),
                 lambda: self._placement.place(batch),
                 program,
             )
         step = self._executor.compile(self._functions.build_step(self._executor, "train"), "train")
-        return _CompiledProbe(program, lambda: copies(state), lambda: self._placement.place(batch), step)
+        return StepProbe(program, lambda: copies(state), lambda: self._placement.place(batch), step)
 
 
 class KerasProbes:
@@ -98,27 +110,7 @@ class KerasProbes:
         state = trainer.training_state(self._model, batch)
         described = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jax.typeof(leaf).dtype), batch)
         program = jax.jit(self._model.train_step, donate_argnums=0).lower(state, described).compile()
-        return _CompiledProbe(program, lambda: copies(state), lambda: jax.device_put(batch), program)
-
-
-class _CompiledProbe:
-    """See :class:`StepProbe`; ``state`` and ``batch`` return the arguments of a run."""
-
-    def __init__(
-        self, program: jax.stages.Compiled, state: Callable[[], Any], batch: Callable[[], Any], step: Step
-    ) -> None:
-        self._state, self._batch, self._step = state, batch, step
-        analysis: Any = program.memory_analysis()
-        self.memory = int(
-            analysis.argument_size_in_bytes
-            + analysis.output_size_in_bytes
-            - analysis.alias_size_in_bytes
-            + analysis.temp_size_in_bytes
-        )
-
-    def seconds(self, steps: int) -> float:
-        """See :class:`StepProbe`."""
-        return median_step_seconds(self._step, self._state(), self._batch(), steps)
+        return StepProbe(program, lambda: copies(state), lambda: jax.device_put(batch), program)
 
 
 def median_step_seconds(step: Step, state: Any, batch: Any, steps: int) -> float:

@@ -25,7 +25,7 @@ from lockstep._keras.graph import (
     models_of,
     unsynchronized_normalizations,
 )
-from lockstep._keras.patches import LAYER_CALL, STATELESS_CALL, patched_method
+from lockstep._keras.patches import LAYER_CALL, STATELESS_CALL, patched_method, value_in_context
 from lockstep.data.prefetch import is_reading_ahead
 from lockstep.devices.names import device_name
 from lockstep.devices.placement import PlacedRows, Placement, is_rows
@@ -48,14 +48,9 @@ from lockstep.execution.train_state import dispatch_lock
 _in_step = ContextVar("_in_step", default=False)
 
 
-@contextlib.contextmanager
-def in_step() -> Iterator[None]:
+def in_step() -> contextlib.AbstractContextManager[None]:
     """Mark the code that runs inside as part of a Keras step, or of what Keras runs to build a model for one."""
-    token = _in_step.set(True)
-    try:
-        yield
-    finally:
-        _in_step.reset(token)
+    return value_in_context(_in_step, True)
 
 
 def is_in_step() -> bool:

@@ -27,10 +27,10 @@ from lockstep.data.random_state import capture_random_state, restore_random_stat
 from lockstep.devices.batch_split import Layout
 from lockstep.devices.names import device_name
 from lockstep.devices.placement import PlacedRows, Placement, count_rows, is_rows, join_rows
-from lockstep.execution.call_splitter import CallTrace, ModelCall
+from lockstep.execution.executors import EagerExecutor
 from lockstep.execution.nonfinite_gate import loss_logs
 from lockstep.execution.replica import ReplicaResult
-from lockstep.execution.spmd import SpmdForward, forward_eagerly
+from lockstep.execution.spmd import SpmdForward
 from lockstep.execution.train_functions import StepFunctions
 
 
@@ -409,39 +409,29 @@ def _listed(noun: str, numbers: Iterable[int]) -> str:
     return f"{noun}{'s' * (len(found) > 1)} {listed(found)}"
 
 
-class _ReplayExecutor:
+class _ReplayExecutor(EagerExecutor):
     """An executor whose replicas run one after the other, each noted in ``record``."""
 
-    def __init__(self, record: LayerTrace, global_batch_note: str) -> None:
+    def __init__(self, device: jax.Device, record: LayerTrace, global_batch_note: str) -> None:
+        super().__init__(device)
         self._record, self.global_batch_note = record, global_batch_note
-        self.supports_second_derivatives, self.divides_calls = True, False
-
-    def partition_calls(self, layout: Layout, trace: CallTrace) -> tuple[tuple[int, ...], ...]:
-        """See :class:`Executor`: each replica is one."""
-        return layout.per_device
 
     def join_rows(self, rows: PlacedRows) -> jax.Array:
         """See :class:`Executor`; the rows were brought together before."""
         return rows.array
 
-    def forward(self, forward: SpmdForward, inputs: list[Any], places: list[PlacedRows | None]) -> ReplicaResult:
+    def forward(self, forward: SpmdForward, inputs: list[Any], placed: list[PlacedRows | None]) -> ReplicaResult:
         """See :class:`Executor`."""
-        busy = iter(_busy(forward.layout))
+        numbers = itertools.count()  # Replicas without rows are the last ones.
 
         def call(*values: Any, **options: Any) -> ReplicaResult:
-            self._record.replica = next(busy)
+            self._record.replica = next(numbers)
             try:
                 return forward.call(*values, **options)
             finally:
                 self._record.replica = None
 
-        return forward_eagerly(replace(forward, call=call), inputs)
-
-    def call_whole(
-        self, call: ModelCall, placed: list[PlacedRows | None], *, is_divided: bool = True
-    ) -> tuple[Any, list[Any], list[Any]]:
-        """See :class:`Executor`."""
-        return call.make()
+        return super().forward(replace(forward, call=call), inputs, placed)
 
 
 def rerun(functions: StepFunctions, state: Any, batch: Any) -> LayerTrace:
@@ -454,9 +444,9 @@ def rerun(functions: StepFunctions, state: Any, batch: Any) -> LayerTrace:
     """
     placement, model = functions.placement, functions.model
     layout = placement.on_first_device().layout(count_of(batch))
-    record = LayerTrace(model, lambda replica: _own_rows(layout, replica), _busy(layout))
-    executor: Any = _ReplayExecutor(record, functions.executor.global_batch_note)
     device = placement.first_local_device
+    record = LayerTrace(model, lambda replica: _own_rows(layout, replica), list(range(len(layout.busy_replicas))))
+    executor = _ReplayExecutor(device, record, functions.executor.global_batch_note)
     random = capture_random_state()
     try:
         with jax.default_device(device), record.recording():
@@ -498,15 +488,8 @@ def count_of(batch: Any) -> int:
     return count_rows(arrays)
 
 
-def _busy(layout: Layout) -> list[int]:
-    """Return the numbers of the replicas that have rows."""
-    every = [rows for device in layout.per_device for rows in device]
-    return [replica for replica, rows in enumerate(every) if rows]
-
-
 def _own_rows(layout: Layout, replica: int | None) -> range:
     if replica is None:
         return range(layout.rows)
-    every = [rows for device in layout.per_device for rows in device]
-    start = sum(every[:replica])
-    return range(start, start + every[replica])
+    start = sum(layout.busy_replicas[:replica])
+    return range(start, start + layout.busy_replicas[replica])

@@ -95,6 +95,11 @@ class LaunchConfig:
         return {"chief": 1, "worker": self.workers, "ps": self.servers, **evaluators}
 
     @property
+    def least_nodes(self) -> int:
+        """The fewest nodes that the job runs on."""
+        return self.min_nodes or self.nodes
+
+    @property
     def nnodes(self) -> str:
         """The number of nodes as ``--nnodes`` takes it."""
         return f"{self.min_nodes}:{self.nodes}" if self.is_elastic else str(self.nodes)

@@ -34,10 +34,10 @@ from lockstep.launch.rank_assignment import RankAssignment, is_local_host
 from lockstep.launch.rendezvous_state import (
     SILENT_SECONDS,
     GenerationOutcome,
-    JobSpec,
     NodeInfo,
     Outbound,
     RendezvousState,
+    identity_of,
 )
 from lockstep.launch.worker_process import USAGE, SignalPipe
 
@@ -52,7 +52,7 @@ class RendezvousServer:
     """Serves the rendezvous of one job.
 
     Args:
-        spec: description of this node, which all other nodes must match.
+        job: what this node runs; the options of all other nodes must match.
         me: this supervisor.
         listener: socket that the other nodes connect to.
         secret: that they must know; None: no secret is needed.
@@ -64,20 +64,20 @@ class RendezvousServer:
 
     def __init__(
         self,
-        spec: JobSpec,
+        job: LaunchConfig,
         me: Peer,
         listener: socket.socket,
         secret: bytes | None,
         log: Callable[[str], None],
     ) -> None:
         self._loop = EventLoop("lockstep-rendezvous")
-        self._state = RendezvousState(spec, time.monotonic)
+        self._state = RendezvousState(job, time.monotonic)
         self._connections: dict[int, FramedSocket] = {}
         self._next_key, self._ticks = _LOCAL_KEY, 0
         self._end_delivered = threading.Event()
         server_end, client_end = socket.socketpair()
         self.connection = FramedSocket(client_end)
-        own_host = split_address("the coordinator", spec.coordinator)[0]
+        own_host = split_address("the coordinator", job.coordinator_address)[0]
         self._add(FramedSocket(server_end), NodeInfo.of(me, own_host, is_server=True))
         HandshakeServer(self._loop, secret, self._on_join, log).listen(listener)
         self._loop.later(0.0, self._tick)
@@ -145,9 +145,9 @@ class RendezvousServer:
         self._loop.later(_TICK_SECONDS, self._tick)
 
     def _send(self, messages: Iterable[Outbound]) -> None:
-        for outbound in messages:
-            if outbound.to in self._connections:
-                self._connections[outbound.to].send(encode(outbound.message))
+        for to, message in messages:
+            if to in self._connections:
+                self._connections[to].send(encode(message))
 
 
 def _host_of(connection: FramedSocket) -> str:
@@ -345,11 +345,11 @@ def join_rendezvous(
     Raises:
         ClusterError: this is node 0, and it cannot listen.
     """
-    spec = JobSpec.of(job)
-    joining = _RendezvousJoin(spec, _own_peer(job, node, spec), network, signals, stop_at, log)
+    coordinator = job.coordinator_address or ""  # An elastic job without one is refused before.
+    joining = _RendezvousJoin(job, coordinator, _own_peer(job, node), network, signals, stop_at, log)
     if node == 0:
         return joining.serve()
-    if node is None and is_local_host(split_address("--coordinator", spec.coordinator)[0]):
+    if node is None and is_local_host(split_address("--coordinator", coordinator)[0]):
         with contextlib.suppress(RetryableConnectError):
             return joining.try_once()
         with contextlib.suppress(ClusterError):  # Another supervisor on this machine was faster.
@@ -357,18 +357,17 @@ def join_rendezvous(
     return joining.try_until_admitted()
 
 
-def _own_peer(job: LaunchConfig, node: int | None, spec: JobSpec) -> Peer:
+def _own_peer(job: LaunchConfig, node: int | None) -> Peer:
     """Describe this supervisor; without ``--hosts`` the server takes its host from the connection."""
-    host, port = split_address("address", job.first_addresses[node or 0] if job.hosts else spec.coordinator)
+    host, port = split_address("address", job.first_addresses[(node or 0) if job.hosts else 0])
     information = {"rank": node, "host": host if job.hosts else "", "port": port}
-    return Peer(
-        -1, job.workers, socket.gethostname(), os.getpid(), identity=spec.as_identity(), information=information
-    )
+    return Peer(-1, job.workers, socket.gethostname(), os.getpid(), identity=identity_of(job), information=information)
 
 
 @dataclass(frozen=True)
 class _RendezvousJoin:
-    spec: JobSpec
+    job: LaunchConfig
+    coordinator: str
     me: Peer
     network: NetworkOptions
     signals: SignalPipe
@@ -377,19 +376,19 @@ class _RendezvousJoin:
 
     def serve(self) -> RendezvousClient:
         """Start the server at this node."""
-        listener = open_listener(self.spec.coordinator, self.network, self.log, "the rendezvous")
-        server = RendezvousServer(self.spec, self.me, listener, self.network.secret, self.log)
+        listener = open_listener(self.coordinator, self.network, self.log, "the rendezvous")
+        server = RendezvousServer(self.job, self.me, listener, self.network.secret, self.log)
         return self._client(server.connection, server)
 
     def try_until_admitted(self) -> RendezvousClient | NodeExit:
         """Try to join until the server admits or rejects this node, or a limit is reached."""
         progress, reason = WaitLogger(self.log), "connection refused"
-        while progress.seconds < self.spec.start_seconds:
+        while progress.seconds < self.job.start_seconds:
             try:
                 return self.try_once()
             except RetryableConnectError as error:
                 reason = str(error)
-            progress.log(f"the rendezvous at node 0, {self.spec.coordinator} ({reason})")
+            progress.log(f"the rendezvous at node 0, {self.coordinator} ({reason})")
             numbers, _ = self.signals.wait(_RETRY_SECONDS)
             stopped = _exit_on_signal(numbers)
             if stopped is not None:
@@ -398,13 +397,13 @@ class _RendezvousJoin:
                 return NodeExit(NO_PROGRESS, f"{self._description} was not reached within --timeout: {reason}")
         return NodeExit(
             PEER_LOST,
-            f"{self._description} was not reached within {self.spec.start_seconds:g} s: {reason}. Fix: start the same command there, "
+            f"{self._description} was not reached within {self.job.start_seconds:g} s: {reason}. Fix: start the same command there, "
             "and check that this node can connect to it",
         )
 
     def try_once(self) -> RendezvousClient | NodeExit:
         """Try to join once; raise RetryableConnectError if a later attempt may succeed."""
-        connection = connect(self.spec.coordinator, _CONNECT_SECONDS)
+        connection = connect(self.coordinator, _CONNECT_SECONDS)
         try:
             introduce(connection, self.me, self.network.secret, HANDSHAKE_SECONDS)
             wait_until_admitted(connection, HANDSHAKE_SECONDS)
@@ -422,7 +421,7 @@ class _RendezvousJoin:
 
     @property
     def _description(self) -> str:
-        return f"node 0 (rendezvous at {self.spec.coordinator})"
+        return f"node 0 (rendezvous at {self.coordinator})"
 
 
 def _seconds_left(stop_at: float | None) -> float:

@@ -16,44 +16,11 @@ from lockstep.launch.local_workers import backoff_seconds
 from lockstep.launch.rank_assignment import RankAssignment
 
 
-@dataclass(frozen=True)
-class JobSpec:
-    """Options that must be the same on all nodes.
-
-    Args:
-        nnodes: number of nodes as ``--nnodes`` takes it.
-        min_nodes: the fewest nodes that start.
-        max_nodes: the most.
-        max_restarts: number of generations after the first.
-        join_seconds: how long to wait for more nodes when ``min_nodes`` have joined.
-        start_seconds: limit of the wait for ``min_nodes`` nodes.
-        grace: seconds that workers have to exit after SIGTERM.
-        coordinator: ``host:port`` of the rendezvous.
-        hosts: hosts of all nodes, if they are known.
-    """
-
-    nnodes: str
-    min_nodes: int
-    max_nodes: int
-    max_restarts: int
-    join_seconds: float
-    start_seconds: float
-    grace: float
-    coordinator: str
-    hosts: tuple[str, ...]
-
-    @classmethod
-    def of(cls, job: LaunchConfig) -> "JobSpec":
-        """Return the spec of an elastic job."""
-        hosts, coordinator = job.hosts or (), job.coordinator_address or ""
-        limits = (job.max_restarts, job.join_seconds, job.start_seconds, job.grace)
-        return cls(job.nnodes, job.min_nodes or job.nodes, job.nodes, *limits, coordinator, hosts)
-
-    def as_identity(self) -> dict[str, Any]:
-        """Return the values by option name, for the handshake and for a message that names the option that differs."""
-        names = ("max_restarts", "join_seconds", "start_seconds", "grace")
-        options = {f"--{name.replace('_', '-')}": vars(self)[name] for name in names}
-        return {"--nnodes": self.nnodes, "--hosts": list(self.hosts), **options}
+def identity_of(job: LaunchConfig) -> dict[str, Any]:
+    """Return the options that must be the same on all nodes, for the handshake and for a message that names the option that differs."""
+    names = ("max_restarts", "join_seconds", "start_seconds", "grace")
+    options = {f"--{name.replace('_', '-')}": vars(job)[name] for name in names}
+    return {"--nnodes": job.nnodes, "--hosts": list(job.hosts or ()), **options}
 
 
 @dataclass(frozen=True)
@@ -121,19 +88,7 @@ class GenerationOutcome:
 SILENT_SECONDS = 60.0  # Without a message, after which a node is lost; each sends a heartbeat each second.
 _NOTICE_SECONDS = 1.0  # For workers to detect and report the loss of another worker.
 _END_SECONDS = 15.0  # For a supervisor, beyond the grace, to kill what is left and to report that all have exited.
-
-
-@dataclass(frozen=True)
-class Outbound:
-    """A message to one node.
-
-    Args:
-        to: key of the node.
-        message: the message.
-    """
-
-    to: int
-    message: dict[str, Any]
+Outbound = tuple[int, dict[str, Any]]  # the key of a node, and a message to it
 
 
 @dataclass
@@ -141,12 +96,12 @@ class QuorumWait:
     """Wait for enough nodes before a generation.
 
     Args:
-        spec: the number of nodes and the limits of the wait.
+        job: has the number of nodes and the limits of the wait.
         opened_at: when the wait began.
         not_before: when a start is allowed.
     """
 
-    spec: JobSpec
+    job: LaunchConfig
     opened_at: float
     not_before: float
     _count: int = field(default=0, init=False)
@@ -155,7 +110,7 @@ class QuorumWait:
     def update(self, count: int, now: float) -> None:
         """Record that ``count`` nodes are connected now."""
         self._count = count
-        if count < self.spec.min_nodes:
+        if count < self.job.least_nodes:
             self._quorum_since = None
         elif self._quorum_since is None:
             self._quorum_since = now
@@ -164,39 +119,39 @@ class QuorumWait:
         """Whether the connected nodes start now."""
         if self._quorum_since is None or now < self.not_before:
             return False
-        return self._count >= self.spec.max_nodes or now >= self._quorum_since + self.spec.join_seconds
+        return self._count >= self.job.nodes or now >= self._quorum_since + self.job.join_seconds
 
     def has_timed_out(self, now: float) -> bool:
         """Whether the limit of the wait has passed without enough nodes."""
-        return self._quorum_since is None and now >= self.opened_at + self.spec.start_seconds
+        return self._quorum_since is None and now >= self.opened_at + self.job.start_seconds
 
     def describe_missing(self, nodes: Collection[NodeInfo]) -> str:
         """Return the number and, if known, the names of the nodes that this waits for."""
-        spec = self.spec
-        more = (spec.min_nodes if len(nodes) < spec.min_nodes else spec.max_nodes) - len(nodes)
+        job = self.job
+        more = (job.least_nodes if len(nodes) < job.least_nodes else job.nodes) - len(nodes)
         if more <= 0:
-            return f"the end of the pause before the restart ({len(nodes)} of {spec.nnodes} here)"
-        names = _absent_hosts(spec, nodes)
+            return f"the end of the pause before the restart ({len(nodes)} of {job.nnodes} here)"
+        names = _absent_hosts(job, nodes)
         which = f" of {listed(names)}" if names and len(names) > more else f", {listed(names)}" if names else ""
         number = counted(more, "more node")
-        return f"{number}{which} ({len(nodes)} of {spec.nnodes} here)"
+        return f"{number}{which} ({len(nodes)} of {job.nnodes} here)"
 
     def describe_timeout(self, nodes: Collection[NodeInfo], lost: Mapping[str, str]) -> str:
         """Return the message that too few nodes have joined: which are here, which are absent, and which were lost."""
-        spec, absent = self.spec, _absent_hosts(self.spec, nodes)
+        job, absent = self.job, _absent_hosts(self.job, nodes)
         here = listed([node.process for node in nodes])
         losses = "".join(f" {name}: {why}." for name, why in lost.items())
         return (
-            f"rendezvous: expected at least {spec.min_nodes} nodes within {spec.start_seconds:g} s, got {len(nodes)} ({here})"
+            f"rendezvous: expected at least {job.least_nodes} nodes within {job.start_seconds:g} s, got {len(nodes)} ({here})"
             f"{f'; absent: {listed(absent)}' if absent else ''}.{losses} Fix: start the same command on each node, and check that "
-            f"they can reach {spec.coordinator}"
+            f"they can reach {job.coordinator_address}"
         )
 
 
-def _absent_hosts(spec: JobSpec, nodes: Collection[NodeInfo]) -> list[str]:
+def _absent_hosts(job: LaunchConfig, nodes: Collection[NodeInfo]) -> list[str]:
     """Hosts of ``--hosts`` that have not joined."""
     ranks = {node.rank for node in nodes}
-    return [host for rank, host in enumerate(spec.hosts) if rank not in ranks]
+    return [host for rank, host in enumerate(job.hosts or ()) if rank not in ranks]
 
 
 @dataclass
@@ -260,7 +215,7 @@ class RendezvousState:
     """The connected nodes, and the generation that they run or wait for.
 
     Args:
-        spec: description of node 0.
+        job: what node 0 runs.
         clock: returns seconds and never goes back.
 
     Attributes:
@@ -268,8 +223,8 @@ class RendezvousState:
         is_over: whether the job has ended.
     """
 
-    def __init__(self, spec: JobSpec, clock: Callable[[], float]) -> None:
-        self._spec, self._clock = spec, clock
+    def __init__(self, job: LaunchConfig, clock: Callable[[], float]) -> None:
+        self._job, self._clock = job, clock
         self.nodes: dict[int, NodeInfo] = {}
         self.is_over = False
         self._heard: dict[int, float] = {}  # Time of the last message of each node.
@@ -278,7 +233,7 @@ class RendezvousState:
         self._lost: dict[str, str] = {}
         self._number = -1
         self._generation: GenerationState | None = None  # None: the nodes wait for a quorum.
-        self._quorum = QuorumWait(spec, clock(), clock())
+        self._quorum = QuorumWait(job, clock(), clock())
 
     def validate(self, peer: Peer) -> JoinRejection | None:
         """Return why a supervisor may not join; None if it may."""
@@ -287,7 +242,7 @@ class RendezvousState:
                 f"{peer.process} is not a supervisor: this address is the rendezvous of lockstep run --nnodes MIN:MAX. Fix: start its "
                 "script with the same lockstep run on that machine, or give another job its own port."
             )
-        found = first_difference(peer.identity, self._spec.as_identity())
+        found = first_difference(peer.identity, identity_of(self._job))
         if found is not None:
             option, theirs, ours = found
             return JoinRejection(
@@ -305,7 +260,7 @@ class RendezvousState:
         """Add a node that has joined."""
         self.nodes[key] = node
         self.hear(key)
-        return [Outbound(key, self._end_message)] if self.is_over else self.advance()
+        return [(key, self._end_message)] if self.is_over else self.advance()
 
     def hear(self, key: int) -> None:
         """Note that a node has sent something."""
@@ -349,7 +304,7 @@ class RendezvousState:
         self.is_over = True
         self._end_message = {"kind": "end", "code": code, "sentence": sentence}
         for key in self.nodes:
-            yield Outbound(key, {**self._end_message, "sentence": ""} if key == cause else self._end_message)
+            yield key, ({**self._end_message, "sentence": ""} if key == cause else self._end_message)
 
     def idle_nodes(self) -> list[int]:
         """Keys of the nodes on which no workers run."""
@@ -367,7 +322,7 @@ class RendezvousState:
         for key, node in self.nodes.items():
             if not node.is_server and now - max(self._heard[key], self._suspends.since) > SILENT_SECONDS:
                 sentence = f"this node sent nothing for {SILENT_SECONDS:g} s, and the job continues without it"
-                end = Outbound(key, {"kind": "end", "code": PEER_LOST, "sentence": sentence})
+                end: Outbound = (key, {"kind": "end", "code": PEER_LOST, "sentence": sentence})
                 return [end, *self.remove(key, f"it sent nothing for {SILENT_SECONDS:g} s (stopped, or cut off)")]
         return []
 
@@ -377,7 +332,7 @@ class RendezvousState:
         if self._quorum.has_timed_out(now):
             yield from self.finish(PEER_LOST, self._quorum.describe_timeout(self.nodes.values(), self._lost))
         elif self._quorum.is_ready(now):
-            yield from self._start_generation(order_by_rank(self.nodes, self._spec.max_nodes))
+            yield from self._start_generation(order_by_rank(self.nodes, self._job.nodes))
 
     def _start_generation(self, keys: Iterable[int]) -> Iterator[Outbound]:
         chosen = [(key, self.nodes[key]) for key in keys]
@@ -387,23 +342,23 @@ class RendezvousState:
         self._number += 1
         self._lost.clear()
         self._generation = GenerationState(
-            {key: f"node {rank} ({node.process})" for rank, (key, node) in enumerate(chosen)}, self._spec.grace
+            {key: f"node {rank} ({node.process})" for rank, (key, node) in enumerate(chosen)}, self._job.grace
         )
         for rank, (key, node) in enumerate(chosen):
             first = sum(map(len, addresses[:rank]))
             assignment = RankAssignment(self._number, rank, len(chosen), node.workers, first, len(flat), flat[0], flat)
-            yield Outbound(key, {"kind": "start", "assignment": asdict(assignment)})
+            yield key, {"kind": "start", "assignment": asdict(assignment)}
 
     def _check_generation(self, generation: GenerationState) -> Iterator[Outbound]:
         now = self._clock()
         for key in generation.nodes_to_stop(now):
             generation.stop_sent = True
-            yield Outbound(key, {"kind": "stop_generation", "sentence": generation.reason()})
+            yield key, {"kind": "stop_generation", "sentence": generation.reason()}
         for key in generation.overdue(now):
             generation.record(key, GenerationOutcome(PEER_LOST, "it did not end in time"), now)
             self._lost[generation.members[key]] = "it did not end in time"
             if self.nodes.pop(key, None):
-                yield Outbound(key, {"kind": "end", "code": PEER_LOST, "sentence": "this node did not end in time"})
+                yield key, {"kind": "end", "code": PEER_LOST, "sentence": "this node did not end in time"}
         if not generation.running:
             yield from self._end_generation(generation)
 
@@ -411,17 +366,15 @@ class RendezvousState:
         cause = generation.cause()
         if cause is None:
             yield from self.finish(DONE, "")
-        elif self._number == self._spec.max_restarts:
+        elif self._number == self._job.max_restarts:
             yield from self.finish(cause[1].code, generation.reason(), cause[0])
         else:
             restart, now = self._number + 1, self._clock()
             seconds = backoff_seconds(restart)
-            self._generation, self._quorum = None, QuorumWait(self._spec, now, now + seconds)
-            sentence = (
-                f"restart {restart} of {self._spec.max_restarts} in {seconds:g} s or later: {generation.reason()}"
-            )
+            self._generation, self._quorum = None, QuorumWait(self._job, now, now + seconds)
+            sentence = f"restart {restart} of {self._job.max_restarts} in {seconds:g} s or later: {generation.reason()}"
             for key in self.nodes:
-                yield Outbound(key, {"kind": "generation_failed", "sentence": sentence})
+                yield key, {"kind": "generation_failed", "sentence": sentence}
 
 
 def order_by_rank(nodes: Mapping[int, NodeInfo], most: int) -> Sequence[int]:

@@ -7,7 +7,7 @@ return with the chief's history and the chief's weights. ``evaluate`` runs at th
 import json
 from collections.abc import Callable
 from contextlib import AbstractContextManager, closing, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import keras
 import numpy as np
@@ -26,6 +26,7 @@ from lockstep.fit.checkpointing.preemption import Preemption
 from lockstep.fit.hooks import single_callback
 from lockstep.parameter_server import scheduler_base
 from lockstep.parameter_server.chief_fit import READY, ChiefFit, StalenessMetrics
+from lockstep.parameter_server.gradient_step import as_json
 from lockstep.parameter_server.process_role import ProcessContext
 from lockstep.parameter_server.schedulers import ChiefScheduler, WorkerScheduler
 from lockstep.parameter_server.task_client import CallEnded, CallResult, TaskClient
@@ -37,13 +38,6 @@ from lockstep.parameter_server.worker_fit import WorkerFit, run_evaluator
 _HOOKS = "hooks of the data"
 
 
-class ServerTraining(scheduler_base.TrainingModels, Protocol):
-    """What calls of ``fit`` need of the strategy."""
-
-    def _log_once(self, model: keras.Model, sentence: str) -> None:
-        """Log a sentence about a model, once."""
-
-
 class ChiefFitDispatch(fit_entry.ProcessGroup):
     """Calls at the chief.
 
@@ -53,7 +47,9 @@ class ChiefFitDispatch(fit_entry.ProcessGroup):
         training: the strategy.
     """
 
-    def __init__(self, context: ProcessContext, dispatcher: TaskDispatcher, training: ServerTraining) -> None:
+    def __init__(
+        self, context: ProcessContext, dispatcher: TaskDispatcher, training: scheduler_base.TrainingModels
+    ) -> None:
         self._context, self._dispatcher, self._training = context, dispatcher, training
         self._call, self._is_nested = 0, False
         self.scheduler: scheduler_base.SchedulerBase = ChiefScheduler(context, training, self._next_call, dispatcher)
@@ -87,7 +83,7 @@ class ChiefFitDispatch(fit_entry.ProcessGroup):
         except Exception as error:
             self._dispatcher.close({"error": summary_of(error)})
             raise
-        self._dispatcher.close({"value": _to_json(found)})
+        self._dispatcher.close({"value": as_json(found)})
         return found
 
     def _fit(self, model: keras.Model, arguments: dict[str, Any], proceed: Callable[[], Any]) -> Any:
@@ -107,12 +103,13 @@ class ChiefFitDispatch(fit_entry.ProcessGroup):
             raise
         data.close()  # If the epoch was cut short, the iterator of the input is closed here.
         result = {
-            "history": _to_json(history.history),
+            "history": as_json(history.history),
             "epoch": list(history.epoch),
             "taken": data.total_taken,
         }
         hooks = {_HOOKS: np.frombuffer(as_text(data.epoch_hooks), np.uint8)}  # As an array, as there may be thousands.
-        self._dispatcher.close(result, synced_values(model), kept_arrays=hooks)
+        values = {name: np.asarray(variable.value) for name, variable in synced_variables(model).items()}
+        self._dispatcher.close(result, values, kept_arrays=hooks)
         return history
 
     def _chief_fit(self, model: keras.Model, data: KerasInput) -> ChiefFit:
@@ -149,7 +146,9 @@ class WorkerFitDispatch(fit_entry.ProcessGroup):
         training: the strategy.
     """
 
-    def __init__(self, context: ProcessContext, task_client: TaskClient, training: ServerTraining) -> None:
+    def __init__(
+        self, context: ProcessContext, task_client: TaskClient, training: scheduler_base.TrainingModels
+    ) -> None:
         self._context, self._task_client, self._training = context, task_client, training
         self._call = 0
         self.scheduler: scheduler_base.SchedulerBase = WorkerScheduler(context, training, self._next_call, task_client)
@@ -251,19 +250,9 @@ def _read_to_end(data: KerasInput, batches: IndexedBatches, result: CallResult) 
         batches.read_up_to(result.result["taken"])
 
 
-def _to_json(found: Any) -> Any:
-    """Return numbers, lists and dicts as JSON values."""
-    return keras.tree.map_structure(lambda value: np.asarray(value).tolist(), found)
-
-
 def synced_variables(model: keras.Model) -> dict[str, keras.Variable]:
     """Return by name the variables that are equal on all processes after ``fit``."""
     return named_variables(model, "trainable", "non_trainable", "optimizer")
-
-
-def synced_values(model: keras.Model) -> dict[str, np.ndarray]:
-    """Return the values of :func:`synced_variables`."""
-    return {name: np.asarray(variable.value) for name, variable in synced_variables(model).items()}
 
 
 def _prepend_callbacks(arguments: dict[str, Any], *callbacks: keras.callbacks.Callback) -> None:

@@ -222,7 +222,8 @@ class GradientStep:
         new = apply_changes((state[1], state[3]), changes)
         new_non_trainable, new_metrics = [[np.asarray(value) for value in kind] for kind in new]
         named = {name: np.asarray(gradient) for name, gradient in zip(self._names, gradients, strict=True)}
-        return GradientResult(named, _on_host(logs), _on_host(metric_logs), new_non_trainable, new_metrics)
+        own_logs, others = as_json(dict(logs)), as_json(dict(metric_logs))
+        return GradientResult(named, own_logs, others, new_non_trainable, new_metrics)
 
     def _step_with_metric_logs(self, state: Any, batch: Any) -> tuple[Any, Any]:
         """Run Keras's step, and return the results of the metrics besides its logs."""
@@ -271,6 +272,6 @@ def rules_of(model: keras.Model) -> UpdateRules:
     return UpdateRules(constraints, frozenset(trainer.names_without_decay(model.optimizer, pairs)))
 
 
-def _on_host(logs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return logs, which may hold dicts, as JSON values."""
-    return keras.tree.map_structure(lambda value: np.asarray(value).tolist(), dict(logs))
+def as_json(found: Any) -> Any:
+    """Return numbers, lists and dicts as JSON values."""
+    return keras.tree.map_structure(lambda value: np.asarray(value).tolist(), found)

@@ -50,6 +50,9 @@ class TrainingModels(Protocol):
     def model_of_loop(self) -> keras.Model:
         """Return the model whose variables the servers hold while functions are scheduled; raise ModelError if there is none."""
 
+    def _log_once(self, model: keras.Model, sentence: str) -> None:
+        """Log a sentence about a model, once."""
+
 
 class SchedulerBase(ABC):
     """One process in a custom training loop.

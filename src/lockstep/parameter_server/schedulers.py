@@ -408,7 +408,7 @@ class FunctionRunner:
     def pull(self, model: keras.Model) -> Values:
         """See :meth:`lockstep.ParameterServerStrategy.pull`."""
         self._check_model("pull", model)
-        values = self._pull_values()
+        values, _ = self._pull_values()
         return [values[name] for name in self._names]
 
     def push(self, model: keras.Model, gradients: Sequence[Any]) -> None:
@@ -440,11 +440,12 @@ class FunctionRunner:
         if model is not self._model:
             raise ModelError(f"{method}: servers have the variables of {self._model.name!r}, not of {model.name!r}.")
 
-    def _pull_values(self) -> Mapping[str, np.ndarray]:
+    def _pull_values(self) -> tuple[Mapping[str, np.ndarray], int]:
+        """Return the newest values, and the number of updates that made them."""
         if self._client is None:
             self._client = self._connect()
         self._has_pulled = True
-        return self._client.pull()
+        return self._client.pull(), max(self._client.versions)
 
     def _push_gradients(self, gradients: Sequence[np.ndarray]) -> None:
         if self._client is None or self._task is None:
@@ -454,44 +455,36 @@ class FunctionRunner:
         number, below = push_number(self._task.number, self._pushes), push_number(self._task.below, 0)
         self._pushes, self._has_pulled = self._pushes + 1, False
         named = dict(zip(self._names, gradients, strict=True))
-        self._client.push(named, task=number, below=below).wait()
+        self._client.push(named, task=number, below=below)
 
     def _train_step(self, state: Any, batch: Any) -> tuple[Any, Any]:
         """Make Keras's training step on the servers' values."""
+        if (task := self._task) is None:
+            raise ScopeError("A training step was made after its scheduled function had ended.")
         if self._step is None:
             self._step = self._training.gradient_step(self._model)
-        step, values = self._step, self._pull_values()
-        step.set_optimizer(self._task.what["optimizer"] if self._task else {})
+        step, (values, updates) = self._step, self._pull_values()
+        step.set_optimizer(task.what["optimizer"])
         metrics = [np.asarray(value) for value in state[3]]
-        made = (self._task.what["steps_before"] if self._task else 0) + max(
-            self._client.versions if self._client else [], default=0
-        )
+        made = task.what["steps_before"] + updates
         if not self._steps:
-            self._non_trainable = self._newest_non_trainable()
+            self._non_trainable = self._newest_non_trainable(task)
         if self._seed_offsets is None:
             found = step(values, self._non_trainable, metrics, batch, made)
             self._seed_offsets = SeedOffsets(self._merge_rules, found.non_trainable, self._non_trainable)
-        before = self._with_seeds()
+        before = self._seed_offsets.apply(self._non_trainable, task.number - self._first_task, self._steps)
         found = step(values, before, metrics, batch, made)
         self._push_gradients([found.gradients[name] for name in self._names])
         self._record_step(found.non_trainable, before)
         return found.logs, state
 
-    def _newest_non_trainable(self) -> Values:
+    def _newest_non_trainable(self, task: Task) -> Values:
         """Return the chief's values of the non-trainable variables."""
-        task = self._task
-        if task is None:
-            raise ScopeError("A training step was made after its scheduled function had ended.")
         if task.what["state"] != self._state:
             what, arrays = self._task_client.wait_for(self._call, STATE)
             self._state, self._first_task = what["number"], what["update"]
             self._published = [arrays[str(number)] for number in range(len(self._merge_rules))]
         return DeltaAccumulator.with_changing_values(self._published, task.arrays)
-
-    def _with_seeds(self) -> Values:
-        if self._seed_offsets is None or self._task is None:
-            return self._non_trainable
-        return self._seed_offsets.apply(self._non_trainable, self._task.number - self._first_task, self._steps)
 
     def _record_step(self, after: Values, before: Values) -> None:
         """Record what a step has changed, for the chief and for the next step of the same function."""

@@ -18,7 +18,7 @@ from lockstep.parameter_server.gradient_step import iterations_of, names_of
 from lockstep.parameter_server.task_dispatcher import TaskDispatcher
 from lockstep.parameter_server.variables.optimizer_sharding import OptimizerState
 from lockstep.parameter_server.variables.sharding import ShardingPlan
-from lockstep.parameter_server.variables.variable_client import VariableClient
+from lockstep.parameter_server.variables.variable_client import VariableClient, join_shards
 
 STATE = "state"  # Key under which the chief publishes the values of non-trainable variables.
 _METRIC, _OTHER, _NEW = "metric/", "other/", "new/"
@@ -239,7 +239,7 @@ class StateSync:
     def fetch(self) -> State:
         """Return the newest state; no task may run meanwhile."""
         parts = [arrays for _, arrays in self._client.state()]
-        values = _join_shards(self._plan, parts)
+        values = {name: join_shards(shards, parts) for name, shards in self._plan.shards.items()}
         trainable = [values[name] for name in names_of(self._model)]
         state = trainable, self.totals.non_trainable, self._optimizer.join(parts), self.totals.metrics
         first, second, third, fourth = ([jax.numpy.asarray(value) for value in kind] for kind in state)
@@ -250,12 +250,3 @@ def differs(new: Sequence[Any], old: Sequence[Any]) -> bool:
     """Return whether the bits of one of the values differ."""
     pairs = zip(new, old, strict=True)
     return any(one is not other and np.asarray(one).tobytes() != np.asarray(other).tobytes() for one, other in pairs)
-
-
-def _join_shards(plan: ShardingPlan, parts: Sequence[Arrays]) -> dict[str, np.ndarray]:
-    """Return each variable, joined from its shards."""
-    found = {}
-    for name, shards in plan.shards.items():
-        pieces = [parts[shard.server][shard.spec.name] for shard in shards]
-        found[name] = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
-    return found

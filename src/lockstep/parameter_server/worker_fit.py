@@ -67,7 +67,7 @@ def run_evaluator(
     Returns:
         The result of the call.
     """
-    evaluator, number = _Evaluator(model, validation_data, log), 0
+    number = evaluated = 0
     try:
         while True:
             task_client.wait_for(call, epoch_key(number))
@@ -75,48 +75,37 @@ def run_evaluator(
             number = newest["number"] + 1
             if validation_data is not None:
                 values = client.pull(will_push=False)
-                trainable = [values[name] for name in names_of(model)]
-                updates = f" and {max(client.versions)} updates"
-                evaluator.evaluate(trainable, _numbered(non_trainable, ""), newest["epoch"] + 1, updates)
+                trainable, others = [values[name] for name in names_of(model)], _numbered(non_trainable, "")
+                when = f"{newest['epoch'] + 1} and {max(client.versions)} updates"
+                _evaluate(model, validation_data, trainable, others, when, log)
+                evaluated = newest["epoch"] + 1
     except CallEnded as ended:
         result = ended.result
     except ClusterError:
         result = task_client.wait_for_end(call)  # Servers stop when the call ends; the chief reports a lost one.
     last = max(result.result.get("epoch", []), default=-1) + 1
-    if validation_data is not None and result.arrays and last > evaluator.epoch:
+    if validation_data is not None and result.arrays and last > evaluated:
         trainable, others = _numbered(result.arrays, "trainable/"), _numbered(result.arrays, "non_trainable/")
-        evaluator.evaluate(trainable, others, last, ", the last one")
+        _evaluate(model, validation_data, trainable, others, f"{last}, the last one", log)
     return result
 
 
-class _Evaluator:
-    """Evaluates a model on given values, and logs the result.
-
-    Args:
-        model: gets the values.
-        validation_data: as given to ``fit``.
-        log: takes a line.
-
-    Attributes:
-        epoch: number of the last evaluated epoch, counted from 1.
-    """
-
-    def __init__(self, model: keras.Model, validation_data: Any, log: Callable[[str], None]) -> None:
-        self._model, self._data, self._log = model, validation_data, log
-        self.epoch = 0
-
-    def evaluate(
-        self, trainable: Sequence[np.ndarray], non_trainable: Sequence[np.ndarray], epoch: int, suffix: str
-    ) -> None:
-        """Evaluate the values that the variables had after an epoch."""
-        kinds = variables_of(self._model)
-        for variable, value in [*zip(kinds[0], trainable, strict=True), *zip(kinds[1], non_trainable, strict=True)]:
-            variable.assign(value)
-        logs = self._model.evaluate(self._data, verbose=0, return_dict=True)
-        texts = {name: f"{value:.4g}" if isinstance(value, float) else str(value) for name, value in logs.items()}
-        shown = " - ".join(f"val_{name}: {text}" for name, text in texts.items())
-        self._log(f"evaluator, after epoch {epoch}{suffix}: {shown}")
-        self.epoch = epoch
+def _evaluate(
+    model: keras.Model,
+    data: Any,
+    trainable: Sequence[np.ndarray],
+    non_trainable: Sequence[np.ndarray],
+    when: str,
+    log: Callable[[str], None],
+) -> None:
+    """Evaluate a model on the values that its variables had after an epoch, and log the result."""
+    kinds = variables_of(model)
+    for variable, value in [*zip(kinds[0], trainable, strict=True), *zip(kinds[1], non_trainable, strict=True)]:
+        variable.assign(value)
+    logs = model.evaluate(data, verbose=0, return_dict=True)
+    texts = {name: f"{value:.4g}" if isinstance(value, float) else str(value) for name, value in logs.items()}
+    shown = " - ".join(f"val_{name}: {text}" for name, text in texts.items())
+    log(f"evaluator, after epoch {when}: {shown}")
 
 
 def _numbered(arrays: Mapping[str, np.ndarray], kind: str) -> list[np.ndarray]:
@@ -189,7 +178,7 @@ class WorkerFit:
         non_trainable = self._observe_step(values, batch).apply(self._non_trainable, steps, part or 0)
         found = self._compute(values, non_trainable, self._zero_metrics, batch)
         number = None if batch_part else task.number
-        self._client.push(sparsify(found.gradients), weight=rows, part=batch_part, task=number).wait()
+        self._client.push(sparsify(found.gradients), weight=rows, part=batch_part, task=number)
         changed = compute_deltas(
             (found.non_trainable, non_trainable), (found.metrics, self._zero_metrics), self._no_sums
         )

@@ -14,13 +14,13 @@ from jax.sharding import NamedSharding
 from lockstep._errors import ModelError, ScopeError, file_path
 from lockstep._keras import trainer
 from lockstep._keras.graph import global_batch_reason, unsynchronized_normalizations
+from lockstep._keras.patches import value_in_context
 from lockstep._keras.sharded_variable import VariableLayouts, lay_out
 from lockstep._logging import counted, log_info
-from lockstep.collectives import CrossDeviceOps
 from lockstep.custom_loops.replica_context import ReplicaModels, open_scopes
 from lockstep.data.fit_entry import InputFactory, ProcessGroup
 from lockstep.devices.determinism_flags import describe_determinism
-from lockstep.devices.names import device_name, is_described, listed_devices
+from lockstep.devices.names import is_described, listed_devices
 from lockstep.devices.placement import MeshPlacement, Placement, gather_on_host
 from lockstep.doctor.checks import FitChecks
 from lockstep.execution.executors import DeterministicExecutor, Executor, SpmdExecutor
@@ -183,23 +183,10 @@ class Strategy(Diagnostics):
         self._models = ReplicaModels()
         self._process_group = self._join_process_group()
         checks = FitChecks(self._runtime_settings(), self._log_once)
-        self._inputs = InputFactory(self._placement, self._input_options, self._process_group, self._around_fit, checks)
+        self._inputs = InputFactory(
+            self._placement, self._input_options, self._process_group, self._around_fit, checks.observe_fit
+        )
         self._log(self._summary())
-
-    @property
-    def devices(self) -> tuple[str, ...]:
-        """Names of the devices, for example ``("gpu:0", "gpu:1")``."""
-        return tuple(device_name(device) for device in self._placement.devices)
-
-    @property
-    def cross_device_ops(self) -> CrossDeviceOps:
-        """The operation that adds the devices' gradients."""
-        return self._ops
-
-    @property
-    def deterministic(self) -> bool:
-        """Whether a step has the same bits on any number of devices."""
-        return self._deterministic
 
     def scope(self) -> ReusableContext["Strategy"]:
         """Make every model that is built, loaded or compiled in this context train under the strategy.
@@ -350,12 +337,8 @@ class Strategy(Diagnostics):
             with in_step():
                 yield
             return
-        token = _built_for.set(self)
-        try:
-            with trainer.claim_models(_current_claim, _current_layouts), in_step():
-                yield
-        finally:
-            _built_for.reset(token)
+        with value_in_context(_built_for, self), trainer.claim_models(_current_claim, _current_layouts), in_step():
+            yield
         optimizer = getattr(model, "optimizer", None)
         for variable in optimizer.variables if optimizer else ():  # Some may be older than the scope.
             lay_out(variable, self._layouts.sharding_of(variable, tuple(variable.shape)), self._layouts)

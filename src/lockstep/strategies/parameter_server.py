@@ -3,7 +3,6 @@
 import atexit
 import contextlib
 import os
-import weakref
 from collections.abc import Callable, Iterator
 from functools import cached_property, partial
 from typing import Any
@@ -184,11 +183,6 @@ class ParameterServerStrategy(SchedulingStrategy, Strategy):
     def _closing(self) -> contextlib.ExitStack:
         return contextlib.ExitStack()
 
-    @cached_property
-    def _creation_order(self) -> "weakref.WeakKeyDictionary[keras.Model, None]":
-        """Models in the order of their creation."""
-        return weakref.WeakKeyDictionary()
-
     @property
     def _scheduler(self) -> SchedulerBase:
         return self._process_group.scheduler
@@ -218,7 +212,7 @@ class ParameterServerStrategy(SchedulingStrategy, Strategy):
             _use_chief_random_state(self._role, started.result)
         return WorkerFitDispatch(self._context, client, self)
 
-    # Methods of lockstep.parameter_server.fit_dispatch.ServerTraining.
+    # Methods of lockstep.parameter_server.scheduler_base.TrainingModels.
 
     def gradient_step(self, model: keras.Model) -> GradientStep:
         """Return the step that computes gradients on the devices of this process."""
@@ -238,7 +232,7 @@ class ParameterServerStrategy(SchedulingStrategy, Strategy):
         Raises:
             ModelError: there is no such model.
         """
-        for model in reversed([*self._creation_order]):
+        for model in reversed([*self._models]):
             if model.compiled and model.built:
                 return model
         raise ModelError(
@@ -248,8 +242,6 @@ class ParameterServerStrategy(SchedulingStrategy, Strategy):
 
     def _claim(self, model: keras.Model) -> None:
         super()._claim(model)
-        if model in self._models and model not in self._creation_order:
-            self._creation_order[model] = None
         if not self.is_chief:
             disable_saving(model)
 

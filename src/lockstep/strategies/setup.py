@@ -9,6 +9,7 @@ import jax
 
 from lockstep._errors import DeviceError, OptionError, flag, shown, whole_number
 from lockstep._keras import trainer
+from lockstep._keras.patches import value_in_context
 from lockstep.collectives import AutoAllReduce, CrossDeviceOps, Ops, TreeAllReduce, ops_from_argument
 from lockstep.data.fit_entry import InputOptions, check_input_options
 from lockstep.devices.cpu_devices import ensure_cpu_devices, has_started, keep_memory
@@ -149,12 +150,8 @@ def override_devices(count: int, *, is_alone: bool = False) -> Iterator[None]:
         count: number of devices; 0: strategies are made on one device, and their scopes leave models to plain Keras.
         is_alone: whether a ``MultiWorkerMirroredStrategy`` is made for this process alone, and not refused.
     """
-    tokens = _device_count.set(count), _is_alone.set(is_alone)
-    try:
+    with value_in_context(_device_count, count), value_in_context(_is_alone, is_alone):
         yield
-    finally:
-        _device_count.reset(tokens[0])
-        _is_alone.reset(tokens[1])
 
 
 def is_made_alone() -> bool:

@@ -22,7 +22,7 @@ import numpy as np
 from lockstep._errors import DONE, USER_ERROR
 from lockstep.devices.placement import Placement, placement_on
 from lockstep.distributed.control.control_client import ControlClient
-from lockstep.distributed.process_group import device_sum
+from lockstep.distributed.process_group import sum_over_workers
 
 SIZES = (1_000, 1_000_000, 16_000_000)  # bytes of each worker's array
 PAIR_SECONDS = 20.0  # limit for all measurements of one pair
@@ -46,16 +46,8 @@ class ClusterMeasurement:
     error: str | None = None
 
 
-def all_reduce(placement: Placement, own: np.ndarray) -> np.ndarray:
-    """Return the sum over the devices of each worker's array, ``(n,)``."""
-    stack = jax.make_array_from_callback(
-        (len(placement.devices), *own.shape), placement.row_sharding, lambda _: own[None]
-    )
-    return np.asarray(device_sum(placement.mesh)(stack).addressable_shards[0].data)
-
-
 def measure(
-    devices: list[jax.Device], workers: tuple[int, ...], index: int, reduce: Reduce = all_reduce
+    devices: list[jax.Device], workers: tuple[int, ...], index: int, reduce: Reduce = sum_over_workers
 ) -> ClusterMeasurement:
     """Check and time all-reduces over some workers.
 
@@ -102,7 +94,7 @@ def _within_limit(
 
 
 def run_cluster_test(
-    client: ControlClient, devices: list[jax.Device], reduce: Reduce = all_reduce, seconds: float = PAIR_SECONDS
+    client: ControlClient, devices: list[jax.Device], reduce: Reduce = sum_over_workers, seconds: float = PAIR_SECONDS
 ) -> tuple[list[ClusterMeasurement], list[float]]:
     """Measure every pair of workers, then all workers; every worker calls this function.
 

@@ -177,7 +177,7 @@ def test_optimizer_state_goes_to_servers_and_back():
         values = {name: np.array(value) for name, value in one.values.items()}
         client.fill(values, state.split(one.remembered), version=2)
         assert_same_bits(state.join([found for _, found in client.state()]), one.remembered)
-        client.push(gradients([3])[0]).wait()
+        client.push(gradients([3])[0])
         one.train(gradients([3]))
         assert_alike(state.join([found for _, found in client.state()]), one.remembered)
 

@@ -37,7 +37,7 @@ def test_killed_worker_blocks_no_worker_and_killed_server_is_named(start):
         worker = start("worker", address=address)
         worker.until("pulled")
         client.pull()
-        client.push(values_of(seed=1)).wait()
+        client.push(values_of(seed=1))
         worker.send(signal.SIGKILL)
         client.pull()  # Waits for the worker until that is dead: the bound is 0.
         server.send(signal.SIGKILL)

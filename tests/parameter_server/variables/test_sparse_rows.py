@@ -146,7 +146,7 @@ class Worker:
         loss, gradients = self._gradient(values, x)
         gradients = {name: np.asarray(gradient) for name, gradient in gradients.items()}
         pushed = sparsify(gradients) if self.touched else gradients
-        self.client.push(pushed).wait()
+        self.client.push(pushed)
         sent, received = np.array(self.client.traffic) - before
         self.traffic.append((int(sent), int(received)))
         return float(loss), rows

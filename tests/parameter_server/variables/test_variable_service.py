@@ -55,7 +55,7 @@ def test_what_is_pushed_is_applied_and_pulled(count, partitioner):
         chief.fill(values_of())
         assert_equal(worker.pull(), values_of())
         gradient = values_of(seed=1)
-        assert [reply["version"] for reply in worker.push(gradient).wait()] == [1] * count
+        assert [reply["version"] for reply in worker.push(gradient)] == [1] * count
         expected = {name: value - np.float32(0.5) * gradient[name] for name, value in values_of().items()}
         assert_equal(chief.pull(), expected)
         assert chief.versions == [1] * count
@@ -66,7 +66,7 @@ def test_a_server_without_variables_serves():
     with Servers(2, specs=SPECS[:1]) as servers:
         chief = servers.client(0)
         chief.fill(values_of(SPECS[:1]))
-        chief.push(values_of(SPECS[:1], seed=1)).wait()
+        chief.push(values_of(SPECS[:1], seed=1))
         assert list(chief.pull()) == ["dense/kernel"]
         assert chief.versions == [1, 1]
 
@@ -80,7 +80,7 @@ def test_only_the_rows_that_are_asked_for_or_touched_travel():
         worker = servers.client(1)
         rows = np.array([99_999, 3, 50_000, 3], np.int32)
         assert (worker.pull({"table": rows})["table"] == table[rows]).all()
-        worker.push({"table": SparseGradient(rows, np.ones((4, 8), np.float32))}).wait()
+        worker.push({"table": SparseGradient(rows, np.ones((4, 8), np.float32))})
         changed = table.copy()
         np.subtract.at(changed, rows, np.float32(0.5))
         again = worker.pull({"table": rows})["table"]
@@ -115,8 +115,8 @@ def test_a_reassigned_batch_counts_once_on_each_server():
         chief, worker = servers.client(0), servers.client(1)
         chief.fill(values_of())
         gradient = values_of(seed=1)
-        assert [reply["was_applied"] for reply in worker.push(gradient, task=0).wait()] == [True, True]
-        assert [reply["was_applied"] for reply in chief.push(gradient, task=0).wait()] == [False, False]
+        assert [reply["was_applied"] for reply in worker.push(gradient, task=0)] == [True, True]
+        assert [reply["was_applied"] for reply in chief.push(gradient, task=0)] == [False, False]
         assert [each["updates"] for each in chief.statistics()] == [1, 1]
 
 
@@ -133,8 +133,8 @@ def test_parts_of_a_round_make_one_update_whoever_pushes_them_in_whatever_order(
         workers[0].fill(values_of())
         for number, order in enumerate(([2, 0, 1], [1, 1, 2, 0, 0])):
             for turn, part in enumerate(order):
-                workers[turn % 2].push(parts[part], weight=pushes[part].weight, part=BatchPart(number, part, 3)).wait()
-        found = workers[1].pull(at_least=2)
+                workers[turn % 2].push(parts[part], weight=pushes[part].weight, part=BatchPart(number, part, 3))
+        found = workers[1].pull()
         assert all(found[name].tobytes() == np.array(value).tobytes() for name, value in alone.snapshot.values.items())
 
 
@@ -144,7 +144,7 @@ def test_a_part_that_is_reassigned_gets_the_values_before_its_update_which_was_a
         lost.fill(values_of(), version=4)
         part, following = BatchPart(4, 0, 1), BatchPart(5, 0, 1)
         assert_equal(lost.pull(part=part), values_of())
-        lost.push(values_of(seed=1), part=part).wait()
+        lost.push(values_of(seed=1), part=part)
         assert_equal(other.pull(part=part), values_of())
         assert other.versions == [4, 4]
         newest = other.pull()
@@ -160,9 +160,9 @@ def test_with_a_bound_a_fast_worker_waits_until_the_slowest_has_pushed():
         slow.pull()
         for _ in range(2):
             fast.pull()
-            fast.push(values_of(seed=1)).wait()
+            fast.push(values_of(seed=1))
         waiting = in_thread(fast.pull)
-        slow.push(values_of(seed=2)).wait()
+        slow.push(values_of(seed=2))
         waiting()
         assert fast.versions == [3, 3]
 
@@ -174,7 +174,7 @@ def test_a_lost_or_paused_worker_blocks_no_worker():
         slow.pull()
         idle.pull()
         fast.pull()
-        fast.push(values_of(seed=1)).wait()
+        fast.push(values_of(seed=1))
         waiting = in_thread(fast.pull)
         idle.pause()
         slow.close()
@@ -187,13 +187,13 @@ def test_a_pull_that_waits_too_long_names_the_slow_workers():
         fast.fill(values_of())
         slow.pull()
         fast.pull()
-        fast.push(values_of(seed=1)).wait()
+        fast.push(values_of(seed=1))
         with pytest.raises(
             ClusterError, match=r"ps 0 at 127.*'pull' within 0.1 s: it waits for worker 2 of 4 \(here"
         ) as caught:
             fast.pull()
         assert caught.value.exit_code == NO_PROGRESS
-        slow.push(values_of(seed=1)).wait()
+        slow.push(values_of(seed=1))
         fast.pull()  # The connection is as good as before.
 
 
@@ -208,12 +208,12 @@ def test_values_that_the_chief_sets_take_the_place_of_others():
     with Servers(2) as servers:
         chief, worker = servers.client(0), servers.client(1)
         chief.fill(values_of())
-        worker.push(values_of(seed=1), task=0).wait()
+        worker.push(values_of(seed=1), task=0)
         chief.fill(values_of(seed=2), version=7, task=3)
-        assert_equal(worker.pull(at_least=7), values_of(seed=2))
+        assert_equal(worker.pull(), values_of(seed=2))
         assert worker.versions == [7, 7]
         for task, counts in ((2, False), (3, True), (3, False)):
-            replies = worker.push(values_of(seed=1), task=task).wait()
+            replies = worker.push(values_of(seed=1), task=task)
             assert [reply["was_applied"] for reply in replies] == [counts] * 2
         assert [each["updates"] for each in chief.statistics()] == [8, 8]
 
@@ -222,8 +222,8 @@ def test_synchronous_updates_continue_from_the_number_that_the_chief_sets():
     with Servers(1, max_staleness=0) as servers:
         chief, worker = servers.client(0), servers.client(1)
         chief.fill(values_of(), version=3)
-        assert worker.push(values_of(seed=1), part=BatchPart(2, 0, 1)).wait()[0]["was_applied"] is False
-        assert worker.push(values_of(seed=1), part=BatchPart(3, 0, 1)).wait()[0]["version"] == 4
+        assert worker.push(values_of(seed=1), part=BatchPart(2, 0, 1))[0]["was_applied"] is False
+        assert worker.push(values_of(seed=1), part=BatchPart(3, 0, 1))[0]["version"] == 4
 
 
 def test_a_job_continues_from_the_state_of_another():
@@ -231,13 +231,13 @@ def test_a_job_continues_from_the_state_of_another():
     with Servers(2, optimizer=adam) as first, Servers(2, optimizer=adam) as second:
         one, other = first.client(0), second.client(0)
         one.fill(values_of())
-        one.push(values_of(seed=1)).wait()
+        one.push(values_of(seed=1))
         known = [
             {name: array for name, array in arrays.items() if name.startswith(OPTIMIZER)} for _, arrays in one.state()
         ]
         other.fill(one.pull(), known, version=1)
         for client in (one, other):
-            client.push(values_of(seed=2)).wait()
+            client.push(values_of(seed=2))
         assert_equal(one.pull(), other.pull())
         assert other.versions == [2, 2]
 
@@ -251,7 +251,7 @@ def test_a_server_that_dies_is_named():
             worker.pull()
         assert caught.value.exit_code == PEER_LOST
         with pytest.raises(ClusterError, match=r"ps 1 at .* was lost"):
-            worker.push(values_of()).wait()
+            worker.push(values_of())
 
 
 def test_a_server_that_dies_during_a_pull_is_named():
@@ -397,7 +397,7 @@ def test_a_gradient_that_is_not_finite_is_refused_and_its_worker_named(bad, is_s
         with pytest.raises(
             ClusterError, match=r"worker 1 of 4 \(here, process 1001\) has pushed a gradient of 'table'"
         ):
-            servers.client(1).push(gradients).wait()
+            servers.client(1).push(gradients)
         assert_equal(servers.client(2).pull(), values_of())
 
 
@@ -405,7 +405,7 @@ def test_a_gradient_that_is_not_finite_is_applied_if_it_is_wanted():
     with Servers(1, refuse_nonfinite=False) as servers:
         client = servers.client(0)
         client.fill(values_of())
-        client.push({**values_of(seed=1), "scale": np.float32(np.nan)}).wait()
+        client.push({**values_of(seed=1), "scale": np.float32(np.nan)})
         assert np.isnan(client.pull()["scale"])
 
 
@@ -426,7 +426,7 @@ def test_half_a_gradient_is_none():
         dying._rpc_clients[0]._link._socket.sendall(framed({"kind": "push", "arrays": described}) + b"\1" * 20)
         dying._rpc_clients[0]._link.close()
         client.pull()
-        client.push(values_of(seed=1)).wait()
+        client.push(values_of(seed=1))
         client.pull()
         assert client.versions == [1]
 

@@ -33,7 +33,7 @@ from lockstep.tools.scaling.benchmark import (
 )
 from lockstep.tools.scaling.results import Budget, ScalingSetting, SettingFailure, SettingResult
 from lockstep.tools.scaling.terminal import describe_result, progress_reporter
-from lockstep.tools.scaling.workload import FunctionWorkload, Workload, run_workload, workload_of
+from lockstep.tools.scaling.workload import Workload, run_workload, workload_of
 
 from .data_of_tests import build, data
 
@@ -257,15 +257,15 @@ def test_a_meter_counts_what_getting_a_batch_takes_and_is_seen_where_it_is_made(
 
 
 def test_children_import_functions_of_modules_and_get_arrays_in_files(tmp_path):
-    program = workload_of(FunctionWorkload(build, data(), None), tmp_path)
+    program = workload_of(build, data(), None, tmp_path)
     assert (program.kind, program.build, program.validation) == ("names", f"{build.__module__}:build", None)
     calls = []
     run_workload(program, lambda call: calls.append(call.args[0]))
     np.testing.assert_array_equal(calls[0], data()[0])
     with pytest.raises(OptionError, match="data: expected NumPy arrays"):
-        workload_of(FunctionWorkload(build, "rows", None), tmp_path)
+        workload_of(build, "rows", None, tmp_path)
     with pytest.raises(OptionError, match="validation: expected NumPy arrays"):
-        workload_of(FunctionWorkload(build, data(), "rows"), tmp_path)
+        workload_of(build, data(), "rows", tmp_path)
 
 
 def test_what_is_in_the_main_script_is_reached_by_running_that_again(tmp_path, monkeypatch):
@@ -274,7 +274,7 @@ def test_what_is_in_the_main_script_is_reached_by_running_that_again(tmp_path, m
     main.__file__, main.__spec__ = path, None
     monkeypatch.setitem(sys.modules, "__main__", main)
     monkeypatch.setattr(sys, "argv", [path, "an argument"])
-    program = workload_of(FunctionWorkload(lambda: build(), data(), None), tmp_path)
+    program = workload_of(lambda: build(), data(), None, tmp_path)
     assert program == Workload("script", path=path, arguments=("an argument",))
     calls = []
     run_workload(program, calls.append)
@@ -310,7 +310,7 @@ def test_a_file_that_cannot_be_written_is_told_before_anything_is_measured(tmp_p
 
 def test_what_builds_a_model_may_have_no_name_of_its_own(monkeypatch):
     titles = []
-    monkeypatch.setattr(api, "workload_of", lambda given, folder: Workload("script"))
+    monkeypatch.setattr(api, "workload_of", lambda *_: Workload("script"))
     monkeypatch.setattr(api, "_measure", lambda *asked: titles.append(asked[5]))
     for one in (build, functools.partial(build, 3), types.SimpleNamespace, operator.itemgetter(1)):
         lockstep.scaling_report(one, data)

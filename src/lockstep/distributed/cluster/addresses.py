@@ -88,18 +88,10 @@ def port_of_job(job: int | str) -> int:
     return JOB_PORTS[number * _PORTS_PER_JOB % len(JOB_PORTS)]
 
 
-def chosen_coordinator(environ: Mapping[str, str]) -> str | None:
-    """Return the address that the user has set for worker 0, if any."""
-    address = environ.get(COORDINATOR)
-    if address is not None:
-        split_address(COORDINATOR, address)
-    return address
-
-
-def chosen_port(environ: Mapping[str, str], port: int) -> int:
-    """Return the port that the user has set for worker 0, else ``port``."""
+def chosen_port(environ: Mapping[str, str], name: str = PORT, meaning: str = "the port of worker 0") -> int | None:
+    """Return the port that the user has set in a variable, if any."""
     own = EnvReader("Lockstep", environ, "set it to a free port, or leave it out.")
-    return own.integer(PORT, "the port of worker 0", minimum=1, maximum=65535) if PORT in environ else port
+    return own.integer(name, meaning, minimum=1, maximum=65535) if name in environ else None
 
 
 def resolve_coordinator(environ: Mapping[str, str], find: Callable[[], tuple[str, int]]) -> str:
@@ -112,8 +104,9 @@ def resolve_coordinator(environ: Mapping[str, str], find: Callable[[], tuple[str
     Raises:
         ClusterError: the user has set no valid address or port.
     """
-    chosen = chosen_coordinator(environ)
+    chosen = environ.get(COORDINATOR)
     if chosen is not None:
+        split_address(COORDINATOR, chosen)
         return chosen
     host, port = find()
-    return join_address(host, chosen_port(environ, port))
+    return join_address(host, chosen_port(environ) or port)

@@ -375,14 +375,15 @@ def find_membership(
     tasks = [
         (name, number) for name in _TRAINING if name in spec.jobs for number in range(_count_tasks(source, spec, name))
     ]
-    addresses = _training_addresses([spec.task_address(*task) for task in tasks], environ)
-    hosts = [host_of(spec.task_address(*task)).lower() for task in tasks]
+    listed = [spec.task_address(*task) for task in tasks]
+    coordinator = resolve_coordinator(environ, lambda: split_address("worker 0", listed[0]))
+    hosts = [host_of(address).lower() for address in listed]
     own = tasks.index((job, index))
     group = WorkerGroup(
         workers=len(tasks),
         index=own,
-        coordinator=addresses[0],
-        addresses=addresses,
+        coordinator=coordinator,
+        addresses=(coordinator, *listed[1:]),
         local_index=hosts[:own].count(hosts[own]),
         local_workers=hosts.count(hosts[own]),
         source=source,
@@ -421,10 +422,6 @@ def _count_tasks(source: str, spec: ClusterSpec, job: str) -> int:
         missing = spec.job_tasks(job).index(None)
         raise ClusterError(f"{source}: {job} {missing} has no address; expected those of all that train, got {spec!r}.")
     return spec.num_tasks(job)
-
-
-def _training_addresses(addresses: list[str], environ: Mapping[str, str]) -> tuple[str, ...]:
-    return resolve_coordinator(environ, lambda: split_address("worker 0", addresses[0])), *addresses[1:]
 
 
 def _evaluator_group(source: str, spec: ClusterSpec, index: int) -> WorkerGroup:

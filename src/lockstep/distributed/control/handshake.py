@@ -570,9 +570,6 @@ def _is_lockstep(host: str, port: int) -> bool:
         connection = FramedSocket(socket.create_connection((host, port), timeout=_PROBE_SECONDS))
         with contextlib.closing(connection):
             connection.send(hello(new_nonce()))
-            deadline = time.monotonic() + _PROBE_SECONDS
-            while connection.ended is None and time.monotonic() < deadline:
-                message = connection.wait(deadline - time.monotonic())
-                if message is not None:
-                    return message["kind"] == "challenge"
+            message = _next_message(connection, time.monotonic() + _PROBE_SECONDS)
+            return message is not None and message["kind"] == "challenge"
     return False

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 from lockstep._errors import INTERRUPTED, PEER_LOST, USER_ERROR, ClusterError, summary_of
 from lockstep.distributed.control.control_client import ControlClient
@@ -189,13 +189,7 @@ def _run_with_limit(work: Callable[[], None]) -> None:
         thread.join(_WRITE_SECONDS)
 
 
-class FailureSource(Protocol):
-    """The part of a control client that :func:`install_sigabrt_handler` reads."""
-
-    failure: Failure | None
-
-
-def install_sigabrt_handler(client: FailureSource) -> Callable[[int], Any]:
+def install_sigabrt_handler(client: ControlClient) -> None:
     """Have ``abort()`` in any thread wait for the control client to end this process.
 
     When the chief dies, JAX's client in every other worker aborts its process within milliseconds, with a stack of C++ frames and
@@ -206,9 +200,6 @@ def install_sigabrt_handler(client: FailureSource) -> Callable[[int], Any]:
 
     Args:
         client: has the failure of the job, or soon will.
-
-    Returns:
-        The handler, which is kept as long as the process lives.
     """
 
     def handler(number: int) -> None:
@@ -226,7 +217,6 @@ def install_sigabrt_handler(client: FailureSource) -> Callable[[int], Any]:
     signal_function = ctypes.CDLL(None).signal
     signal_function.argtypes, signal_function.restype = [ctypes.c_int, _HANDLER], ctypes.c_void_p
     signal_function(signal.SIGABRT, called_by_c)
-    return handler
 
 
 _HANDLER = ctypes.CFUNCTYPE(None, ctypes.c_int)

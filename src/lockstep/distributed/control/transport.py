@@ -438,12 +438,12 @@ class EventLoop:
         self._handlers.pop(connection)
         self._selector.unregister(connection)
 
-    def stop(self, wait: bool = True) -> None:
+    def stop(self) -> None:
         """Send what can be sent, close everything and end the thread; may be called from any thread."""
         if self._thread.ident is None:
             self._close()
         self.call(self._stop)
-        if wait and threading.current_thread() is not self._thread and self._thread.is_alive():
+        if threading.current_thread() is not self._thread and self._thread.is_alive():
             self._thread.join(1.0)
 
     def close_descriptors(self) -> None:

@@ -1,7 +1,6 @@
 """Client of the variable servers: fill, pull and push. Requests go to all servers at the same time."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -39,34 +38,6 @@ class BatchPart:
     round: int
     part: int
     parts: int
-
-
-class PendingResponses:
-    """The responses to requests that were sent to all servers.
-
-    Args:
-        responses: responses of all servers.
-    """
-
-    def __init__(self, responses: "Sequence[Future[Response]]") -> None:
-        self._responses = responses
-
-    @property
-    def is_done(self) -> bool:
-        """Whether all servers have responded, or cannot."""
-        return all(response.done() for response in self._responses)
-
-    def wait(self) -> list[Message]:
-        """Return the responses of all servers.
-
-        Raises:
-            ClusterError: a server did not accept its request; the message names it.
-        """
-        return [message for message, _ in self.results()]
-
-    def results(self) -> list[Response]:
-        """Return the responses of all servers with their arrays; errors are those of :meth:`wait`."""
-        return [response.result() for response in self._responses]
 
 
 class VariableClient:
@@ -135,13 +106,12 @@ class VariableClient:
             parts = [part | dict(known) for part, known in zip(parts, optimizers, strict=True)]
         message = {"kind": "fill", "version": version, "task": task}
         arrays = [{VALUE + name: array for name, array in part.items()} for part in parts]
-        self._send_all([message] * len(parts), arrays).wait()
+        self._send_all([message] * len(parts), arrays)
 
     def pull(
         self,
         rows: Mapping[str, np.ndarray] | None = None,
         *,
-        at_least: int = 0,
         part: BatchPart | None = None,
         will_push: bool = True,
     ) -> dict[str, np.ndarray]:
@@ -149,7 +119,6 @@ class VariableClient:
 
         Args:
             rows: numbers of the rows, as vectors, of those variables of which only some rows are needed.
-            at_least: number of updates that must have been made.
             part: part of a synchronous update, which needs the values before that update, also if it was applied meanwhile.
             will_push: whether a push of this worker follows, so that the staleness bound counts it as active.
 
@@ -160,14 +129,14 @@ class VariableClient:
             ClusterError: a server is lost, or had to wait too long; the message names it and the workers it waited for.
         """
         rows = rows or {}
-        message = {"kind": "pull", "at_least": at_least, "seconds": self._timeout, "will_push": will_push}
-        message |= {} if part is None else {"at_least": part.round, "round": part.round}
+        message = {"kind": "pull", "seconds": self._timeout, "will_push": will_push}
+        message |= {} if part is None else {"round": part.round}
         requested = [_encode_row_request(self._plan.shards_at(n), rows) for n in range(self._plan.servers)]
         checks = [pull_response_check(one, self._plan.specs_at(number)) for number, one in enumerate(requested)]
-        replies = self._send_all([message] * len(requested), requested, checks).results()
+        replies = self._send_all([message] * len(requested), requested, checks)
         self.versions = [int(reply["version"]) for reply, _ in replies]
         parts = [strip_prefixes(arrays) for _, arrays in replies]
-        return {name: _join_shards(shards, parts, rows.get(name)) for name, shards in self._plan.shards.items()}
+        return {name: join_shards(shards, parts, rows.get(name)) for name, shards in self._plan.shards.items()}
 
     def push(
         self,
@@ -177,15 +146,18 @@ class VariableClient:
         part: BatchPart | None = None,
         task: int | None = None,
         below: int = 0,
-    ) -> PendingResponses:
-        """Send a gradient to the servers, which apply it at once; does not wait for that.
+    ) -> list[Message]:
+        """Send a gradient to the servers, which apply it at once, and return their responses.
 
         Args:
-            gradients: gradients of all variables, by name; the arrays must not change until the push is done.
+            gradients: gradients of all variables, by name.
             weight: weight of this part among those of its update.
             part: part of a synchronous update; None: the gradient is an update by itself.
             task: number of the task. A server applies the gradient of a task once, even if two workers push it.
             below: all tasks with smaller numbers are done, so servers need not remember them.
+
+        Raises:
+            ClusterError: a server did not accept it; the message names it.
         """
         arrays = [
             encode_gradients(
@@ -199,7 +171,7 @@ class VariableClient:
         about = {} if part is None else {"round": part.round, "part": part.part, "parts": part.parts}
         about |= {} if task is None else {"task": task, "below": below}
         messages = [{"kind": "push", "weight": weight, "pulled": version, **about} for version in self.versions]
-        return self._send_all(messages, arrays)
+        return [reply for reply, _ in self._send_all(messages, arrays)]
 
     def pause(self) -> None:
         """Tell the servers that this worker has no task until it pulls again, so that the staleness bound ignores it."""
@@ -208,7 +180,7 @@ class VariableClient:
     def state(self) -> list[tuple[int, dict[str, np.ndarray]]]:
         """Return for each server the number of its updates, and all arrays of its variables and optimizer."""
         count = self._plan.servers
-        replies = self._send_all([{"kind": "state"}] * count, [{}] * count, [check_only_values] * count).results()
+        replies = self._send_all([{"kind": "state"}] * count, [{}] * count, [check_only_values] * count)
         return [(int(reply["version"]), strip_prefixes(arrays)) for reply, arrays in replies]
 
     def statistics(self) -> list[Message]:
@@ -221,18 +193,20 @@ class VariableClient:
             rpc_client.close()
 
     def _request_all(self, kind: str) -> list[Message]:
-        return self._send_all([{"kind": kind}] * self._plan.servers, [{}] * self._plan.servers).wait()
+        count = self._plan.servers
+        return [reply for reply, _ in self._send_all([{"kind": kind}] * count, [{}] * count)]
 
     def _send_all(
         self,
         messages: Iterable[Message],
         arrays: Iterable[Mapping[str, np.ndarray]],
         checks: Iterable[CheckRequest] | None = None,
-    ) -> PendingResponses:
-        """Send a request to each server; ``checks`` are those of the responses, by default that no arrays follow."""
+    ) -> list[Response]:
+        """Send a request to each server and return the responses; ``checks`` are theirs, by default that no arrays follow."""
         checks = checks or [check_no_arrays] * self._plan.servers
         requests = zip(self._rpc_clients, messages, arrays, checks, strict=True)
-        return PendingResponses([client.call(message, each, check) for client, message, each, check in requests])
+        responses = [client.call(message, each, check) for client, message, each, check in requests]
+        return [response.result() for response in responses]
 
 
 def _encode_row_request(shards: Iterable[Shard], rows: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -241,8 +215,8 @@ def _encode_row_request(shards: Iterable[Shard], rows: Mapping[str, np.ndarray])
     return {INDICES + one.spec.name: one.local_rows(each) for one, each in numbers.items()}
 
 
-def _join_shards(
-    shards: Sequence[Shard], parts: Sequence[Mapping[str, np.ndarray]], indices: np.ndarray | None
+def join_shards(
+    shards: Sequence[Shard], parts: Sequence[Mapping[str, np.ndarray]], indices: np.ndarray | None = None
 ) -> np.ndarray:
     """Return a variable from its shards: all of it, or the rows ``indices``."""
     pieces = [parts[one.server][one.spec.name] for one in shards]

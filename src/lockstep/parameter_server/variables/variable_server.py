@@ -309,7 +309,7 @@ class VariableService:
         version, task = read_whole_number(message, "version"), read_whole_number(message, "task")
         state = self._store.prepare({name.removeprefix(VALUE): array for name, array in arrays.items()}, version)
         with self._changed:
-            self._store.load(state)
+            self._store.load(*state)
             self._aggregator, self._completed, self._previous = SyncAggregator(version), CompletedIds(task), None
             self._changed.notify_all()
         return {"kind": "filled", "version": self._store.snapshot.version}, {}
@@ -338,10 +338,7 @@ class VariableService:
         """Return this push, or all parts of an update that it completes; None if it is a repetition or parts are missing."""
         if "round" in message:
             number, part, parts = (read_whole_number(message, name) for name in ("round", "part", "parts"))
-            try:
-                return self._aggregator.add(number, part, parts, push)
-            except OptionError as error:
-                raise ProtocolError(str(error)) from None
+            return self._aggregator.add(number, part, parts, push)
         if "task" in message:
             number = read_whole_number(message, "task")
             self._completed.raise_to(read_whole_number(message, "below") if "below" in message else 0)
@@ -350,12 +347,11 @@ class VariableService:
 
     def _pull(self, session: ClientSession, message: Message, arrays: Mapping[str, np.ndarray]) -> Response:
         requested = decode_row_request(arrays, self._store.specs)
-        at_least = read_whole_number(message, "at_least")
         number = read_whole_number(message, "round") if "round" in message else None
         deadline = time.monotonic() + seconds_of(message)
         worker = None if message.get("will_push") is False else session
         with self._changed:
-            while waits_for := self._waits_for(worker, at_least):
+            while waits_for := self._waits_for(worker, number or 0):
                 left = deadline - time.monotonic()
                 if left <= 0 or session.is_gone():
                     return {"kind": "late", "waits_for": waits_for}, {}

@@ -37,19 +37,6 @@ class VariableSnapshot:
 
 
 @dataclass(frozen=True)
-class InitialState:
-    """State that :meth:`VariableStore.load` sets.
-
-    Args:
-        snapshot: values of the variables.
-        optimizer: values of the optimizer's variables.
-    """
-
-    snapshot: VariableSnapshot
-    optimizer: list[jax.Array]
-
-
-@dataclass(frozen=True)
 class Push:
     """Contribution of one worker to an update.
 
@@ -138,9 +125,9 @@ class VariableStore:
             state: by name; with the optimizer's variables, as :meth:`state` gives them, or these get their initial values.
             version: number of updates that made them.
         """
-        self.load(self.prepare(state, version))
+        self.load(*self.prepare(state, version))
 
-    def prepare(self, state: Mapping[str, np.ndarray], version: int = 0) -> InitialState:
+    def prepare(self, state: Mapping[str, np.ndarray], version: int = 0) -> tuple[VariableSnapshot, list[jax.Array]]:
         """Copy the arguments of :meth:`fill` to the device, and initialize the optimizer's variables if they are missing.
 
         Runs code of the optimizer's class, so it is separate from :meth:`load`, which callers may call under a lock.
@@ -148,12 +135,12 @@ class VariableStore:
         is_new = not all(spec.name in state for spec in self.optimizer_specs)
         known = self._initial_optimizer_values(state) if is_new else [state[spec.name] for spec in self.optimizer_specs]
         snapshot = VariableSnapshot(version, {name: self._copy_to_device(state[name]) for name in self._names})
-        return InitialState(snapshot, [self._copy_to_device(value) for value in known])
+        return snapshot, [self._copy_to_device(value) for value in known]
 
-    def load(self, state: InitialState) -> None:
+    def load(self, snapshot: VariableSnapshot, optimizer: list[jax.Array]) -> None:
         """Set all values to those of :meth:`prepare`."""
         with self._update_lock:
-            self._optimizer_values, self.snapshot, self.is_filled = state.optimizer, state.snapshot, True
+            self._optimizer_values, self.snapshot, self.is_filled = optimizer, snapshot, True
 
     def apply(self, pushes: Sequence[Push]) -> int:
         """Apply the optimizer once, to the weighted mean of the gradients, and return the number of updates so far.

@@ -34,6 +34,7 @@ from lockstep.tools.migrate.source import (
     relevant_imports,
 )
 from lockstep.tools.migrate.symbol_map import short, translated, why_absent
+from lockstep.tools.running_scripts import environment_set
 
 _PREFIX = "# lockstep migrate: "
 _LOGITS = (
@@ -427,14 +428,9 @@ def _examine(migrations: Sequence[Migration], script: Migration) -> Report:
 @contextmanager
 def _environment_of(path: str) -> Iterator[None]:
     """Set the environment of a program: a cluster of one worker, and the folder of the script in ``sys.path``."""
-    before = os.environ.get("TF_CONFIG")
-    os.environ["TF_CONFIG"] = json.dumps(_ONE_WORKER)
     sys.path.append(str(Path(path).resolve().parent))
     try:
-        yield
+        with environment_set({"TF_CONFIG": json.dumps(_ONE_WORKER)}):
+            yield
     finally:
         sys.path.pop()
-        if before is None:
-            os.environ.pop("TF_CONFIG", None)  # The script may have removed it.
-        else:
-            os.environ["TF_CONFIG"] = before

@@ -1,12 +1,11 @@
 """Hardware of a plan: data sheets of accelerators, and devices that XLA compiles for although they are not here."""
 
-import contextlib
 import importlib.util
 import math
 import os
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from importlib import resources
 from pathlib import Path
@@ -19,6 +18,7 @@ from lockstep._errors import OptionError, shown
 from lockstep._files import read_file
 from lockstep.collectives.cost_model import Network, NetworkLink
 from lockstep.devices.names import resolve_devices
+from lockstep.tools.running_scripts import environment_set
 
 GPUS_OF_A_MACHINE = 8
 MAX_DEVICES = 4096
@@ -132,7 +132,7 @@ class Target:
             return list(resolve_devices([f"cpu:{number}" for number in range(self.count)]))
         self.check_compiler()
         try:
-            with _environment(_LIBTPU):
+            with environment_set(_LIBTPU):
                 return list(topologies.get_topology_desc(platform=platform, **self._topology()).devices)
         except Exception as error:  # of the compiler, of any type
             text = str(error).partition("\n")[0]
@@ -270,18 +270,6 @@ def find_accelerator(device: jax.Device, accelerators: Mapping[str, Accelerator]
     """Return the accelerator that a device of this machine is; None if it is not known."""
     kind = device.device_kind
     return next((one for one in accelerators.values() if any(map(kind.startswith, one.kinds))), None)
-
-
-@contextlib.contextmanager
-def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables while this context is open."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name, None) if value is None else os.environ.update({name: value})
 
 
 def _target_config(accelerator: Accelerator) -> str:

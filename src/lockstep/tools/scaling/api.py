@@ -32,7 +32,6 @@ from lockstep.tools.scaling.results import (
 )
 from lockstep.tools.scaling.terminal import progress_reporter, render
 from lockstep.tools.scaling.workload import (
-    FunctionWorkload,
     Workload,
     build_and_fit,
     check_data,
@@ -229,7 +228,7 @@ def scaling_report(
     if not callable(build):
         raise OptionError(f"build: expected a function that returns a compiled model, got {shown(build)}.")
     if is_measuring():
-        build_and_fit(FunctionWorkload(build, data, validation))
+        build_and_fit(build, data, validation)
     settings_of(devices, batch)
     check_data("data", data)
     if validation is not None:
@@ -239,7 +238,7 @@ def scaling_report(
     named = build.func if isinstance(build, functools.partial) else build
     title = named.__qualname__ if isinstance(named, FunctionType | MethodType | type) else type(named).__name__
     with tempfile.TemporaryDirectory() as folder:
-        workload = workload_of(FunctionWorkload(build, data, validation), Path(folder))
+        workload = workload_of(build, data, validation, Path(folder))
         if workload is None:
             raise OptionError(
                 "scaling_report: each setting runs in a new process, which cannot import functions that were typed into a notebook or a console. "

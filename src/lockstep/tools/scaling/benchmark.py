@@ -435,8 +435,6 @@ def main(arguments: Sequence[str]) -> None:
 
 def measure_workload(workload: Workload, setting: ScalingSetting, budget: Budget) -> SettingResult | SettingFailure:
     """Measure a workload in one setting; an exception becomes a :class:`SettingFailure`."""
-    import keras
-
     results: list[SettingResult] = []
     keras.utils.set_random_seed(0)  # Unless the program sets another seed.
     try:

@@ -143,14 +143,6 @@ def bar_chart(title: str, names: Sequence[str], bars: Sequence[Bar]) -> Chart:
     return Chart(title, _svg(title, height, [*parts, *legend]))
 
 
-def standalone(chart: Chart) -> str:
-    """Return the chart as the text of a standalone SVG file."""
-    head = '<svg xmlns="http://www.w3.org/2000/svg" '
-    background = '<rect style="fill:var(--paper)" width="100%" height="100%"/>'  # The background, which does not depend on the page around the chart.
-    body = chart.svg.replace("<svg ", head, 1)
-    return body.replace(">", f"><style>{STYLE}{STYLE_DARK}</style>{background}", 1) + "\n"
-
-
 def _svg(title: str, height: float, parts: Sequence[str]) -> str:
     inside = "\n".join(parts)
     return f'<svg class="chart" viewBox="0 0 {WIDTH} {height:.0f}" role="group" aria-label="{escape(title)}">\n{inside}\n</svg>'

@@ -15,6 +15,7 @@ import numpy as np
 
 from lockstep._errors import OptionError, shown
 from lockstep._keras import trainer
+from lockstep._keras.patches import value_in_context
 from lockstep._keras.trainer import intercept_fit
 from lockstep.data import sources
 from lockstep.data.fit_entry import callbacks_in
@@ -50,15 +51,6 @@ class Workload:
     folders: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class FunctionWorkload:
-    """Arguments of ``scaling_report``."""
-
-    build: Callable[[], Any]
-    data: Any
-    validation: Any
-
-
 def is_measuring() -> bool:
     """Return whether this process is a child that measures a script, in which ``scaling_report`` only trains.
 
@@ -72,18 +64,20 @@ def is_measuring() -> bool:
     return _measuring.get() is not None
 
 
-def workload_of(given: FunctionWorkload, folder: Path) -> Workload | None:
+def workload_of(build: Callable[[], Any], data: Any, validation: Any, folder: Path) -> Workload | None:
     """Describe how a child process gets the functions and arrays; None if it cannot, as in a notebook.
 
     Args:
-        given: arguments of ``scaling_report``.
+        build: as given to ``scaling_report``.
+        data: likewise.
+        validation: likewise.
         folder: for files of arrays.
     """
-    functions = [one for one in (given.build, given.data, given.validation) if callable(one)]
+    functions = [one for one in (build, data, validation) if callable(one)]
     if all(_import_name(function) for function in functions):
-        build, data = _import_name(given.build) or "", _import_name_or_file("data", given.data, folder) or ""
-        validation = _import_name_or_file("validation", given.validation, folder)
-        return Workload("names", build=build, data=data, validation=validation, folders=tuple(sys.path))
+        name, source = _import_name(build) or "", _import_name_or_file("data", data, folder) or ""
+        held_out = _import_name_or_file("validation", validation, folder)
+        return Workload("names", build=name, data=source, validation=held_out, folders=tuple(sys.path))
     main = sys.modules["__main__"]
     path = vars(main).get("__file__")
     if path and vars(main).get("__spec__") is None and Path(path).is_file():
@@ -97,34 +91,31 @@ def run_workload(workload: Workload, on_fit: Callable[[FirstFit], None]) -> None
     Raises:
         OptionError: no fit was called.
     """
-    token = _measuring.set(workload.kind)
-    try:
+    with value_in_context(_measuring, workload.kind):
         if workload.kind == "script":
             run_until_fit(workload.path, workload.arguments, on_fit)
             return
         sys.path[:] = list(workload.folders)
         build, data = _import(workload.build), _load(workload.data)
-        given = FunctionWorkload(build, data, workload.validation and _load(workload.validation))
+        validation = workload.validation and _load(workload.validation)
         with intercept_fit(lambda model, fit, args, kwargs: on_fit(FirstFit(model, fit, args, kwargs, ""))):
-            build_and_fit(given)
-    finally:
-        _measuring.reset(token)
+            build_and_fit(build, data, validation)
 
 
-def build_and_fit(given: FunctionWorkload) -> None:
+def build_and_fit(build: Callable[[], Any], data: Any, validation: Any) -> None:
     """Build the model and call its fit, which the caller intercepts.
 
     Raises:
         OptionError: ``build`` or ``data`` returns an unexpected value.
     """
-    model = given.build()
+    model = build()
     if not isinstance(model, keras.Model) or not model.compiled:
         raise OptionError(f"build: expected a function that returns a compiled model, got {model!r}.")
-    arrays = given.data() if callable(given.data) else given.data
-    validation = given.validation() if callable(given.validation) else given.validation
+    arrays = data() if callable(data) else data
+    held_out = validation() if callable(validation) else validation
     check_data("data", arrays)
     x, y, *weights = arrays
-    model.fit(x, y, sample_weight=weights[0] if weights else None, validation_data=validation)
+    model.fit(x, y, sample_weight=weights[0] if weights else None, validation_data=held_out)
 
 
 def check_data(name: str, data: Any) -> None:
