@@ -35,12 +35,12 @@ def test_broadcast_arrays_are_those_of_the_chief_in_chunks_of_any_size(numbers, 
         group=SimpleNamespace(is_chief=True), broadcast=lambda topic, value: said.append(value) or value
     )
     monkeypatch.setattr(process_group, "_CHUNK", numbers)
-    monkeypatch.setattr(process_group, "_sum", lambda placement, own: sent.append(own) or own)
+    monkeypatch.setattr(process_group, "sum_over_workers", lambda placement, own: sent.append(own) or own)
     assert process_group._broadcast_arrays(client, None, ARRAYS).keys() == ARRAYS.keys()
 
     worker = SimpleNamespace(group=SimpleNamespace(is_chief=False), broadcast=lambda topic, value: said[0])
     chunks = iter(sent)
-    monkeypatch.setattr(process_group, "_sum", lambda placement, own: next(chunks) + own)
+    monkeypatch.setattr(process_group, "sum_over_workers", lambda placement, own: next(chunks) + own)
     found = process_group._broadcast_arrays(worker, None, {})
     assert list(found) == list(ARRAYS)
     for name, array in found.items():
@@ -69,13 +69,13 @@ def test_a_checkpoint_with_more_metadata_than_a_message_takes_reaches_all(monkey
         return said[-1]
 
     chief = SimpleNamespace(group=SimpleNamespace(is_chief=True, workers=2, index=0), broadcast=broadcast)
-    monkeypatch.setattr(process_group, "_sum", lambda placement, own: sent.append(own) or own)
+    monkeypatch.setattr(process_group, "sum_over_workers", lambda placement, own: sent.append(own) or own)
     expected = process_group.WorkerProcessGroup(chief, None).broadcast_from_chief((7, ARRAYS, metadata))
 
     worker = SimpleNamespace(
         group=SimpleNamespace(is_chief=False, workers=2, index=1), broadcast=lambda topic, value: said.pop(0)
     )
-    monkeypatch.setattr(process_group, "_sum", lambda placement, own: sent.pop(0) + own)
+    monkeypatch.setattr(process_group, "sum_over_workers", lambda placement, own: sent.pop(0) + own)
     step, arrays, found = process_group.WorkerProcessGroup(worker, None).broadcast_from_chief(None)
     assert (step, found) == (expected[0], expected[2]) == (7, metadata)
     assert arrays.keys() == expected[1].keys() == ARRAYS.keys()
