@@ -217,3 +217,18 @@ def test_pooling_of_images_stays_divided():
     images = np.zeros((ROWS, 12, 12, 3), "float32")
     assert "all-gather" not in step_on_two_devices(gradient_of(pooled), images).as_text()
     assert "all-gather" in step_on_two_devices(gradient_of(max_pooled), images[:, 0, :, 0]).as_text()
+
+
+@pytest.mark.parametrize("start", [5, 1], ids=["clamped", "within"])
+def test_slices_of_features_are_divided_over_the_second_axis_of_a_mesh(start):
+    mesh = Mesh(np.asarray(jax.devices()[:4]).reshape(2, 2), ("rows", "features"))
+    x = np.random.default_rng(0).normal(size=(ROWS, 6)).astype("float32")
+
+    def gradient(position, x):
+        h = lax.with_sharding_constraint(jnp.tanh(x), NamedSharding(mesh, PartitionSpec(None, "features")))
+        written = lax.dynamic_update_slice(h, h[:, :2] * 2, (0, position))
+        return jnp.sum(jnp.square(written))
+
+    step = constrain_partitioning(lambda state, batch: (jax.grad(gradient, 1)(state, batch), state), mesh)
+    found, _ = jax.jit(step)(*jax.device_put((np.int32(start), x), NamedSharding(mesh, PartitionSpec())))
+    np.testing.assert_allclose(found, jax.grad(gradient, 1)(np.int32(start), x), rtol=1e-5, atol=1e-6)

@@ -1,10 +1,10 @@
 """Constraints on how XLA partitions a step: some operations must not be divided over devices along some of their axes.
 
 jaxlib 0.10.2 computes wrong gradients, or ends the process, if it divides max pooling along overlapping windows, sorting along the
-sorted axis, slices whose start may be clamped along the cut axes, or, on a mesh of several axes, convolutions along those of their
-window, and unevenly what a scatter writes: ``docs/decisions/0067``. A step is traced, and arguments and
-results of these operations are constrained: each device has these axes whole, and XLA chooses for the others. Unsigned indices, as
-the derivative of sorting has, become signed ones: with the others an uneven division ends the process.
+sorted axis, or, on a mesh of several axes, convolutions along those of their window, and unevenly what a scatter writes:
+``docs/decisions/0067``. A step is traced, and arguments and results of these operations are constrained: each device has these axes
+whole, and XLA chooses for the others. With starts of slices that may have to be clamped, and with unsigned indices, as the derivative
+of sorting has, divided operations are wrong, too: they become safe ones.
 """
 
 import functools
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun, jaxprs_in_params
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -28,6 +29,7 @@ _WINDOWS = (
     "select_and_scatter_add",
     "select_and_gather_add",
 )
+_SLICES = {"dynamic_slice": 1, "dynamic_update_slice": 2}  # position of the first start among the arguments
 
 
 def constrain_partitioning(step: Step, mesh: Mesh) -> Step:
@@ -84,20 +86,31 @@ def _undivided_axes_of_argument(equation: JaxprEqn) -> Axes:
     if name in _WINDOWS:
         pairs = zip(params["window_dimensions"], params["window_strides"], strict=True)
         return tuple(axis for axis, (window, stride) in enumerate(pairs) if window > stride)
-    if name not in ("dynamic_slice", "dynamic_update_slice"):
-        return ()
-    is_read = name == "dynamic_slice"
-    shape = _shape_of(equation.invars[0])
-    part = params["slice_sizes"] if is_read else _shape_of(equation.invars[1])
-    starts = equation.invars[1 if is_read else 2 :]
-    lasts = [length - size for length, size in zip(shape, part, strict=True)]
-    return tuple(axis for axis, last in enumerate(lasts) if last > 0 and not _is_within(starts[axis], last))
+    return ()
 
 
-def _has_unsigned_indices(equation: JaxprEqn) -> bool:
-    """Return whether an operation reads or writes entries at ``uint32`` indices."""
-    is_indexed = equation.primitive.name == "gather" or equation.primitive.name.startswith("scatter")
-    return is_indexed and _dtype_of(equation.invars[1]) == "uint32"
+def _has_unsafe_indices(equation: JaxprEqn) -> bool:
+    """Return whether XLA may divide an operation wrongly because of its indices."""
+    name, invars = equation.primitive.name, equation.invars
+    if name in _SLICES:
+        return any(last > 0 and not _is_within(start, last) for start, last in _starts(equation, invars))
+    return (name == "gather" or name.startswith("scatter")) and _dtype_of(invars[1]) == "uint32"
+
+
+def _with_safe_indices(equation: JaxprEqn, inputs: list[Any]) -> list[Any]:
+    """Return the arguments of an operation with the same indices as signed numbers, and starts of slices within their bounds."""
+    if equation.primitive.name in _SLICES:
+        starts = [jnp.clip(start, 0, last) for start, last in _starts(equation, inputs)]
+        return [*inputs[: _SLICES[equation.primitive.name]], *starts]
+    return [inputs[0], inputs[1].astype("int32"), *inputs[2:]]
+
+
+def _starts(equation: JaxprEqn, inputs: Sequence[Any]) -> list[tuple[Any, int]]:
+    """Return the start of a slice along each axis, and the greatest start at which the slice is within the array."""
+    first = _SLICES[equation.primitive.name]
+    part = equation.params["slice_sizes"] if first == 1 else _shape_of(equation.invars[1])
+    lasts = [length - size for length, size in zip(_shape_of(equation.invars[0]), part, strict=True)]
+    return list(zip(inputs[first:], lasts, strict=True))
 
 
 def _is_within(start: Any, last: int) -> bool:
@@ -115,7 +128,7 @@ def _dtype_of(atom: Any) -> Any:
 
 def _is_divided_wrongly(jaxpr: Jaxpr, mesh: Mesh) -> bool:
     return any(
-        undivided_axes(one, mesh) or _has_unsigned_indices(one) or _is_wrong_within(one, mesh) for one in jaxpr.eqns
+        undivided_axes(one, mesh) or _has_unsafe_indices(one) or _is_wrong_within(one, mesh) for one in jaxpr.eqns
     )
 
 
@@ -129,12 +142,13 @@ def _evaluate(closed: ClosedJaxpr, arguments: Sequence[Any], mesh: Mesh) -> list
     """Evaluate a jaxpr with the constraints."""
 
     def handle(equation: JaxprEqn, inputs: list[Any]) -> Sequence[Any] | None:
-        axes, is_unsigned = undivided_axes(equation, mesh), _has_unsigned_indices(equation)
-        if axes or is_unsigned:
+        axes, is_unsafe = undivided_axes(equation, mesh), _has_unsafe_indices(equation)
+        if axes or is_unsafe:
             axes = axes or ((),) * (len(inputs) + len(equation.outvars))
-            signed = [inputs[0], inputs[1].astype("int32"), *inputs[2:]] if is_unsigned else inputs
-            whole = [_constrained(value, own, mesh) for value, own in zip(signed, axes, strict=False)]
-            outputs = run_equation(closed.jaxpr, equation, whole)
+            safe = _with_safe_indices(equation, inputs) if is_unsafe else inputs
+            whole = [_constrained(value, own, mesh) for value, own in zip(safe, axes, strict=False)]
+            found = equation.primitive.bind(*whole, **equation.params)
+            outputs = found if equation.primitive.multiple_results else [found]
             return [_constrained(value, own, mesh) for value, own in zip(outputs, axes[len(inputs) :], strict=True)]
         if _is_wrong_within(equation, mesh):
             params = {name: _with_constraints(value, mesh) for name, value in equation.params.items()}
