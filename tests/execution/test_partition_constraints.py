@@ -35,10 +35,6 @@ def convolved_rows(x):
     return lax.conv_general_dilated(x[None, None], x[None, None, :3, :3], (1, 1), "SAME")[0, 0]
 
 
-def some_rows_added(x):
-    return jnp.zeros_like(x).at[jnp.array([0, 1, 0])].add(x[:3])
-
-
 def max_pooled(x):
     return ops.max_pool(x[None], 2, 1, padding="same")[0]
 
@@ -219,16 +215,27 @@ def test_pooling_of_images_stays_divided():
     assert "all-gather" in step_on_two_devices(gradient_of(max_pooled), images[:, 0, :, 0]).as_text()
 
 
-@pytest.mark.parametrize("start", [5, 1], ids=["clamped", "within"])
-def test_slices_of_features_are_divided_over_the_second_axis_of_a_mesh(start):
+def written_at(x, position):
+    return lax.dynamic_update_slice(x, x[:, :2] * 2, (0, position))
+
+
+def first_rows_added(x, position):
+    return jnp.zeros_like(x).at[jnp.array([0, 1, 0])].add(x[:3]) * position
+
+
+@pytest.mark.parametrize(
+    ("function", "position", "axes"),
+    [(written_at, 5, (None, "features")), (written_at, 1, (None, "features")), (first_rows_added, 2, ("rows",))],
+    ids=["clamped slice", "slice", "uneven scatter"],
+)
+def test_a_mesh_of_two_axes_has_the_gradients_of_one_device(function, position, axes):
     mesh = Mesh(np.asarray(jax.devices()[:4]).reshape(2, 2), ("rows", "features"))
-    x = np.random.default_rng(0).normal(size=(ROWS, 6)).astype("float32")
+    x = np.random.default_rng(0).normal(size=(6, 6)).astype("float32")
 
     def gradient(position, x):
-        h = lax.with_sharding_constraint(jnp.tanh(x), NamedSharding(mesh, PartitionSpec(None, "features")))
-        written = lax.dynamic_update_slice(h, h[:, :2] * 2, (0, position))
-        return jnp.sum(jnp.square(written))
+        h = lax.with_sharding_constraint(jnp.tanh(x), NamedSharding(mesh, PartitionSpec(*axes)))
+        return jnp.sum(jnp.square(function(h, position)))
 
     step = constrain_partitioning(lambda state, batch: (jax.grad(gradient, 1)(state, batch), state), mesh)
-    found, _ = jax.jit(step)(*jax.device_put((np.int32(start), x), NamedSharding(mesh, PartitionSpec())))
-    np.testing.assert_allclose(found, jax.grad(gradient, 1)(np.int32(start), x), rtol=1e-5, atol=1e-6)
+    found, _ = jax.jit(step)(*jax.device_put((np.int32(position), x), NamedSharding(mesh, PartitionSpec())))
+    np.testing.assert_allclose(found, jax.grad(gradient, 1)(np.int32(position), x), rtol=1e-5, atol=1e-6)
