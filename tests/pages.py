@@ -20,9 +20,11 @@ IN_FORKS = (
     "model_parallel",
     "monitoring",
     "nan_guard",
+    "plan",
     "resume",
     "scaling",
     "several_machines",
+    "sharding",
 )
 SETS_THE_BACKEND = ("os.environ['KERAS_BACKEND'] = 'jax'", "os.environ.setdefault('KERAS_BACKEND', 'jax')")
 

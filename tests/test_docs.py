@@ -151,6 +151,18 @@ def test_model_parallel_page_prints_the_layout_and_its_rules_fit_the_model(pytho
     assert "mesh data 2, model 2 (cpu:0, cpu:1, cpu:2, cpu:3)" in done.stderr
 
 
+def test_plan_page_prints_a_plan_that_fits(python, tmp_path):
+    done = python(code="\n".join(blocks_of("plan")), cwd=tmp_path, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^True \d+$", done.stdout, flags=re.MULTILINE)
+
+
+def test_sharding_page_prints_the_layout(python, tmp_path):
+    done = python(code="\n".join(blocks_of("sharding")), cwd=tmp_path, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"hidden_1/kernel +\(256, 256\) +0.250  0.062 +axis 0 by device  forward, backward\n", done.stdout)
+
+
 @pytest.mark.slow
 def test_determinism_page_prints_a_digest_and_fixes_the_thread_pool(python, tmp_path):
     (code,) = blocks_of("determinism")

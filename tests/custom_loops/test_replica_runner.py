@@ -73,6 +73,16 @@ def test_what_comes_from_shapes_alone_has_one_form_for_every_number_of_rows(stra
     assert float(strategy.reduce("SUM", computed, axis=None)) == rows + strategy.num_replicas_in_sync
 
 
+@pytest.mark.parametrize("transform", [jax.jit, jax.checkpoint, lambda f: lambda w: lax.cond(w[0] > 0, f, f, w)])
+def test_a_call_with_an_array_that_depends_on_the_rows_has_a_value_for_each_replica(transform):
+    def step(rows, weight):
+        scale = np.full(2, rows.shape[0], "float32")
+        return transform(lambda w: w * scale)(weight)
+
+    found = make(2, 2).run(step, args=(one_batch(make(2, 2), np.ones(5, "float32")), np.ones(2, "float32")))
+    assert numbers(found) == [[3.0, 3.0], [2.0, 2.0]]
+
+
 def test_arguments_that_are_no_arrays_reach_the_function_as_they_are():
     def step(rows, how, nothing):
         assert nothing is None

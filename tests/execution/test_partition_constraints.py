@@ -223,19 +223,35 @@ def first_rows_added(x, position):
     return jnp.zeros_like(x).at[jnp.array([0, 1, 0])].add(x[:3]) * position
 
 
+def filtered_channels(x, position):
+    """A convolution of each channel of rows of three places and two channels, with a kernel from ``x``."""
+    kernel, layout = x[:3, None, :2] * position, ("NWC", "WIO", "NWC")
+    return lax.conv_general_dilated(
+        x.reshape(-1, 3, 2), kernel, (1,), "SAME", None, None, layout, feature_group_count=2
+    )
+
+
 @pytest.mark.parametrize(
     ("function", "position", "axes"),
-    [(written_at, 5, (None, "features")), (written_at, 1, (None, "features")), (first_rows_added, 2, ("rows",))],
-    ids=["clamped slice", "slice", "uneven scatter"],
+    [
+        (written_at, 5, (None, "features")),
+        (written_at, 1, (None, "features")),
+        (first_rows_added, 2, ("rows",)),
+        (filtered_channels, 2, ("rows",)),
+        (filtered_channels, 2, (None, "features")),
+    ],
+    ids=["clamped slice", "slice", "uneven scatter", "grouped convolution", "grouped convolution of divided channels"],
 )
 def test_a_mesh_of_two_axes_has_the_gradients_of_one_device(function, position, axes):
     mesh = Mesh(np.asarray(jax.devices()[:4]).reshape(2, 2), ("rows", "features"))
     x = np.random.default_rng(0).normal(size=(6, 6)).astype("float32")
 
-    def gradient(position, x):
-        h = lax.with_sharding_constraint(jnp.tanh(x), NamedSharding(mesh, PartitionSpec(*axes)))
-        return jnp.sum(jnp.square(function(h, position)))
+    def gradient(position, x, place=lambda h: h):
+        return jax.grad(lambda x: jnp.sum(jnp.square(function(place(jnp.tanh(x)), position))))(x)
 
-    step = constrain_partitioning(lambda state, batch: (jax.grad(gradient, 1)(state, batch), state), mesh)
+    def place(h):
+        return lax.with_sharding_constraint(h, NamedSharding(mesh, PartitionSpec(*axes)))
+
+    step = constrain_partitioning(lambda state, batch: (gradient(state, batch, place), state), mesh)
     found, _ = jax.jit(step)(*jax.device_put((np.int32(position), x), NamedSharding(mesh, PartitionSpec())))
-    np.testing.assert_allclose(found, jax.grad(gradient, 1)(np.int32(position), x), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(found, gradient(position, x), rtol=1e-5, atol=1e-6)

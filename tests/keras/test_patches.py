@@ -49,7 +49,6 @@ def owners(patch, model):
         "model of KerasHub": types.SimpleNamespace(**dict.fromkeys(patch.attributes)),
         "layer": model.layers[2],
         "layer of a subclass of BatchNormalization": model.layers[2],
-        "module of the backend's convolutions": graph.backend_nn,
         "module of the backend's devices": trainer.backend_devices,
         "optimizer": model.optimizer,
     }
@@ -60,7 +59,7 @@ def snapshot(model):
     """All attributes of Keras's classes, and of a model, its layers and its optimizer."""
     kinds = keras.Model, keras.layers.BatchNormalization, keras.Variable, type(model.optimizer)
     classes = {cls for kind in kinds for cls in kind.__mro__} - {object}
-    objects = [*classes, model, *model.layers, model.optimizer, graph.backend_nn, trainer.backend_devices]
+    objects = [*classes, model, *model.layers, model.optimizer, trainer.backend_devices]
     return {id(one): dict(vars(one)) for one in objects}
 
 
@@ -88,7 +87,6 @@ def in_use(model):
     yield graph.disable_batch_statistics(model)
     yield graph.clear_synchronized(model)
     yield patches.patched_method(patches.LAYER_CALL, graph.operations_of(model), lambda layer, call: call)
-    yield graph.replaced_grouped_convolutions(lambda convolve, inputs, kernel: convolve(inputs, kernel))
     yield patches.patched_method(patches.LOSS, [model], lambda model, compute_loss: compute_loss)
     yield patches.patched_method(patches.OPTIMIZER_UPDATE, [model.optimizer], lambda optimizer, apply: apply)
 

@@ -5,7 +5,7 @@ instance, and that ``train_step`` so looks up ``stateless_call`` and ``compute_l
 the names of seed generators' variables; the texts of Keras's exceptions; ``_loss_ids``; ``_operations`` and
 ``_non_trainable_variables``; ``_keras_history`` of symbolic tensors, ``_inbound_nodes`` of operations and the input tensors of a node,
 ``_functional``, and the structure of a functional model's outputs; the current ``StatelessScope``; ``_call_has_training_arg``;
-the functions of ``keras.src.backend.nn`` and the classes of ``keras.src.ops.nn``.
+the classes of ``keras.src.ops.nn``.
 """
 
 import contextlib
@@ -14,26 +14,22 @@ import inspect
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import keras
 import numpy as np
-from keras.src.backend import nn as backend_nn
 from keras.src.backend.common.masking import get_keras_mask as get_keras_mask
 from keras.src.backend.common.masking import set_keras_mask as set_keras_mask
 from keras.src.backend.common.stateless_scope import get_stateless_scope
 
 from lockstep._keras.patches import (
-    CONVOLUTIONS,
     LAYER_CALL,
     MOMENTS,
     SYNCHRONIZED_FLAG,
     patched,
     patched_method,
-    value_in_context,
 )
 
 AttributeLeaf = tuple[Any, str, int]  # a layer, the name of its attribute, and the number of the leaf in that tree
@@ -424,36 +420,6 @@ def recompute_layers(layers: Iterable[Any], shards: Shards, gather: Gather) -> c
         return call
 
     return patched_method(LAYER_CALL, layers, around)
-
-
-Convolution = Callable[[Any, Any], Any]  # (inputs, kernel) -> outputs
-_around_convolution: ContextVar[Callable[[Convolution, Any, Any], Any] | None] = ContextVar(
-    "around_convolution", default=None
-)
-
-
-@contextlib.contextmanager
-def replaced_grouped_convolutions(around: Callable[[Convolution, Any, Any], Any]) -> Iterator[None]:
-    """Compute convolutions whose channels are in groups by ``around(convolution, inputs, kernel)``, in this thread, while this is open."""
-    replacements = [(backend_nn, name, _divert_grouped(name)) for name in CONVOLUTIONS.attributes]
-    with value_in_context(_around_convolution, around), patched(CONVOLUTIONS, replacements):
-        yield
-
-
-def _divert_grouped(name: str) -> Callable[..., Any]:
-    original = getattr(backend_nn, name)
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def convolve(*args: Any, **kwargs: Any) -> Any:
-        around, given = _around_convolution.get(), signature.bind(*args, **kwargs).arguments
-        inputs, kernel = map(keras.ops.convert_to_tensor, (given.pop("inputs"), given.pop("kernel")))
-        is_last = (given.get("data_format") or keras.config.image_data_format()) == "channels_last"
-        is_grouped = name == "depthwise_conv" or inputs.shape[-1 if is_last else 1] != kernel.shape[-2]
-        run = functools.partial(original, **given)
-        return around(run, inputs, kernel) if around and is_grouped else run(inputs, kernel)
-
-    return convolve
 
 
 @dataclass

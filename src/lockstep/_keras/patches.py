@@ -131,13 +131,6 @@ MOMENTS = Patch(
     reason="the proof follows what a user's normalization does besides the statistics of the batch, which replicas have by design",
     public_api="a method of BatchNormalization for the moments",
 )
-CONVOLUTIONS = Patch(
-    target="module of the backend's convolutions",
-    attributes=("conv", "depthwise_conv"),
-    lifetime="one trace on a mesh with a model axis",
-    reason="XLA multiplies the gradient of a kernel of grouped channels by the size of the model axis (jaxlib 0.10.2)",
-    public_api="none is needed once XLA is right",
-)
 LOSS = Patch(
     target="model",
     attributes=("compute_loss",),

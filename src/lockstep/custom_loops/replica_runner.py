@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec
 from lockstep._errors import ModelError
 from lockstep.custom_loops.per_replica import PerReplica, is_per_replica
 from lockstep.devices.placement import DEVICE_AXIS, MeshPlacement, Placement
-from lockstep.execution.jaxpr_utils import inline_calls, subprogram
+from lockstep.execution.jaxpr_utils import constants_within, inline_calls, subprogram
 
 Replicas = tuple[int, ...]
 Shapes = list[list[Any]]  # for each all_gather, in order: the shape that each replica gives to it
@@ -233,7 +233,8 @@ class _ReplicaBatch:
                 self.varying.update(equation.outvars)
             else:
                 shared.append(equation)
-                source = (str(equation.primitive), str(equation.params), *map(self.origin_of, equation.invars))
+                function = (str(equation.primitive), str(equation.params), *map(id, constants_within(equation.params)))
+                source = (function, *map(self.origin_of, equation.invars))
                 self.origin.update({var: self.number_of(*source, i) for i, var in enumerate(equation.outvars)})
                 if all(map(self.is_constant, equation.invars)):
                     self.constant.update(equation.outvars)

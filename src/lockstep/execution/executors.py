@@ -18,9 +18,9 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 import keras
-from jax.sharding import PartitionSpec, SingleDeviceSharding
+from jax.sharding import SingleDeviceSharding
 
-from lockstep._keras.graph import copy_keras_mask, recompute_layers, replaced_grouped_convolutions
+from lockstep._keras.graph import copy_keras_mask, recompute_layers
 from lockstep._keras.patches import LAYER_CALL, patched_method
 from lockstep.collectives import AutoAllReduce, CrossDeviceOps
 from lockstep.devices.batch_split import Layout, rows_of_replicas
@@ -592,17 +592,7 @@ class ModelParallelExecutor(SpmdExecutor):
         with contextlib.ExitStack() as stack:
             stack.enter_context(recompute_layers(layers, shards, self.shardings.gather))
             stack.enter_context(self._constrained_outputs())
-            if self.placement.mesh.size > self.placement.row_shards > 1:
-                stack.enter_context(replaced_grouped_convolutions(self._convolve_own_rows))
             return function(values[: len(trainable)], values[len(trainable) :], *args, **kwargs)
-
-    def _convolve_own_rows(self, convolve: Callable[[Any, Any], Any], inputs: Any, kernel: Any) -> Any:
-        """Compute a convolution of grouped channels on the rows of each device: XLA divides it with wrong gradients."""
-        if inputs.shape[0] % self.placement.row_shards:
-            return convolve(self._on_all(inputs), kernel)
-        rows, whole = self.placement.row_sharding.spec, PartitionSpec()
-        run = jax.shard_map(convolve, mesh=self.placement.mesh, in_specs=(rows, whole), out_specs=rows, check_vma=False)
-        return run(inputs, kernel)
 
     @contextlib.contextmanager
     def _constrained_outputs(self) -> Iterator[None]:

@@ -3,11 +3,12 @@ count operations.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Var, jaxpr_as_fun, jaxprs_in_params
 
 # Returns the outputs of an equation, or None to evaluate it.
@@ -87,6 +88,18 @@ def equations_of(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
         yield equation
         for inner in jaxprs_in_params(equation.params):
             yield from equations_of(inner)
+
+
+def constants_within(params: Mapping[str, Any]) -> Iterator[Any]:
+    """Yield the arrays, and other values with axes, that the jaxprs in an equation's parameters hold: their text does not tell them."""
+    for value in jax.tree.leaves(list(params.values())):
+        if isinstance(value, ClosedJaxpr):
+            yield from value.consts
+        for jaxpr in jaxprs_in_params({"": value}):
+            atoms = [*jaxpr.outvars, *(atom for equation in jaxpr.eqns for atom in equation.invars)]
+            yield from (atom.val for atom in atoms if isinstance(atom, Literal) and np.ndim(atom.val))
+            for equation in jaxpr.eqns:
+                yield from constants_within(equation.params)
 
 
 def operations_of_products(jaxpr: Jaxpr, *, is_repeated: bool) -> float:

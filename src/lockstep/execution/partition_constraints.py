@@ -4,7 +4,8 @@ jaxlib 0.10.2 computes wrong gradients, or ends the process, if it divides max p
 sorted axis, or, on a mesh of several axes, convolutions along those of their window, and unevenly what a scatter writes:
 ``docs/decisions/0067``. A step is traced, and arguments and results of these operations are constrained: each device has these axes
 whole, and XLA chooses for the others. With starts of slices that may have to be clamped, and with unsigned indices, as the derivative
-of sorting has, divided operations are wrong, too: they become safe ones.
+of sorting has, divided operations are wrong, too: they become safe ones. Convolutions of grouped channels it divides wrongly along
+any axis of a mesh of several: each device computes its own rows (``docs/decisions/0068``).
 """
 
 import functools
@@ -57,12 +58,16 @@ def constrain_partitioning(step: Step, mesh: Mesh) -> Step:
 
 def undivided_axes(equation: JaxprEqn, mesh: Mesh) -> tuple[Axes, ...]:
     """Return the axes of each argument, then of each result, along which XLA must not divide an operation; () if it may divide all."""
-    if sum(size > 1 for size in mesh.shape.values()) > 1 and (found := _undivided_on_mesh(equation, mesh.size)):
+    if _has_several_axes(mesh) and (found := _undivided_on_mesh(equation, mesh.size)):
         return found
     axes = _undivided_axes_of_argument(equation)
     ranks = [len(_shape_of(atom)) for atom in (*equation.invars, *equation.outvars)]
     # Starts of slices, and first values of windows, have no axes.
     return tuple(axes if rank > max(axes) else () for rank in ranks) if axes else ()
+
+
+def _has_several_axes(mesh: Mesh) -> bool:
+    return sum(size > 1 for size in mesh.shape.values()) > 1
 
 
 def _undivided_on_mesh(equation: JaxprEqn, devices: int) -> tuple[Axes, ...]:
@@ -118,6 +123,36 @@ def _is_within(start: Any, last: int) -> bool:
     return isinstance(start, Literal) and 0 <= int(start.val) <= last
 
 
+def _has_own_rows(equation: JaxprEqn, mesh: Mesh) -> bool:
+    """Return whether an operation is a convolution of grouped channels, of which each device computes its own rows."""
+    groups = [equation.params.get(name, 1) for name in ("feature_group_count", "batch_group_count")]
+    return _has_several_axes(mesh) and equation.primitive.name == "conv_general_dilated" and max(groups) > 1
+
+
+def _convolve_own_rows(equation: JaxprEqn, inputs: list[Any], mesh: Mesh) -> jax.Array:
+    """Run a convolution of grouped channels on the rows of each device; on all rows, if the devices do not divide them.
+
+    In the gradient of a kernel the rows are what other convolutions call channels, and are added up: ``batch_group_count``.
+    """
+    numbers, name = equation.params["dimension_numbers"], mesh.axis_names[0]
+    is_sum = equation.params["batch_group_count"] > 1
+    axes = (
+        (numbers.lhs_spec[1], numbers.rhs_spec[1], None) if is_sum else (numbers.lhs_spec[0], None, numbers.out_spec[0])
+    )
+    is_even = inputs[0].shape[axes[0]] % mesh.shape[name] == 0
+    ranks = map(np.ndim, (*inputs, equation.outvars[0].aval))
+    specs = [
+        PartitionSpec(*(name if is_even and place == axis else None for place in range(rank)))
+        for rank, axis in zip(ranks, axes, strict=True)
+    ]
+
+    def convolve(images: jax.Array, kernel: jax.Array) -> jax.Array:
+        found = equation.primitive.bind(images, kernel, **equation.params)
+        return jax.lax.psum(found, name) if is_sum and is_even else found
+
+    return jax.shard_map(convolve, mesh=mesh, in_specs=tuple(specs[:2]), out_specs=specs[2], check_vma=False)(*inputs)
+
+
 def _shape_of(atom: Any) -> tuple[int, ...]:
     return tuple(atom.aval.shape)
 
@@ -127,9 +162,8 @@ def _dtype_of(atom: Any) -> Any:
 
 
 def _is_divided_wrongly(jaxpr: Jaxpr, mesh: Mesh) -> bool:
-    return any(
-        undivided_axes(one, mesh) or _has_unsafe_indices(one) or _is_wrong_within(one, mesh) for one in jaxpr.eqns
-    )
+    tests = (undivided_axes, _has_own_rows, _is_wrong_within)
+    return any(_has_unsafe_indices(one) or any(test(one, mesh) for test in tests) for one in jaxpr.eqns)
 
 
 def _is_wrong_within(equation: JaxprEqn, mesh: Mesh) -> bool:
@@ -142,6 +176,8 @@ def _evaluate(closed: ClosedJaxpr, arguments: Sequence[Any], mesh: Mesh) -> list
     """Evaluate a jaxpr with the constraints."""
 
     def handle(equation: JaxprEqn, inputs: list[Any]) -> Sequence[Any] | None:
+        if _has_own_rows(equation, mesh):
+            return [_convolve_own_rows(equation, inputs, mesh)]
         axes, is_unsafe = undivided_axes(equation, mesh), _has_unsafe_indices(equation)
         if axes or is_unsafe:
             axes = axes or ((),) * (len(inputs) + len(equation.outvars))
