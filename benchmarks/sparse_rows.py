@@ -29,8 +29,8 @@ def model_of(height, width, length):
 
 
 def serve_all(found, specs, optimizer):
-    from lockstep.parameter_server.variables.sharding import plan_shards
-    from lockstep.parameter_server.variables.variable_server import serve
+    from lockstep.parameter_server.sharding import plan_shards
+    from lockstep.parameter_server.variable_server import serve
 
     listener = socket.create_server(("127.0.0.1", 0))
     serve(0, plan_shards(specs, 1), keras.optimizers.get(optimizer), listener)
@@ -43,9 +43,9 @@ def measure(model, batches, address, specs, by_rows):
     import jax
 
     from lockstep.distributed.control.handshake import Peer
-    from lockstep.parameter_server.variables.sharding import plan_shards
-    from lockstep.parameter_server.variables.sparse_rows import TouchedRows, sparsify
-    from lockstep.parameter_server.variables.variable_client import VariableClient
+    from lockstep.parameter_server.sharding import plan_shards
+    from lockstep.parameter_server.sparse_rows import TouchedRows, sparsify
+    from lockstep.parameter_server.variable_client import VariableClient
 
     client = VariableClient(plan_shards(specs, 1), [address], Peer(0, 1, "here", 0))
     client.fill({variable.path: variable.numpy() for variable in model.trainable_variables}, overwrite=True)

@@ -33,7 +33,7 @@ BOUNDS = {"the same, bound 4": 4}
 
 def plan_of():
     from lockstep._arrays import ArraySpec
-    from lockstep.parameter_server.variables.sharding import plan_shards
+    from lockstep.parameter_server.sharding import plan_shards
 
     return plan_shards([ArraySpec(f"w{number}", (SIZE,), "float32") for number in range(VARIABLES)], 1)
 
@@ -42,9 +42,10 @@ def serve_all(found, bound):
     import keras
 
     from lockstep.distributed.control.handshake import Peer
+    from lockstep.parameter_server.rpc import ArrayServer
     from lockstep.parameter_server.task_dispatcher import TaskDispatcher
-    from lockstep.parameter_server.variables.variable_client import VariableClient
-    from lockstep.parameter_server.variables.variable_server import ArrayServer, serve
+    from lockstep.parameter_server.variable_client import VariableClient
+    from lockstep.parameter_server.variable_server import serve
 
     variables, work = (socket.create_server(("127.0.0.1", 0)) for _ in range(2))
     ports = [each.getsockname()[1] for each in (variables, work)]
@@ -65,9 +66,9 @@ def gradient():
 
 def drive(index, workers, ports, seconds, start, results):
     from lockstep.distributed.control.handshake import Peer
+    from lockstep.parameter_server.rpc import connect
     from lockstep.parameter_server.task_client import TaskClient
-    from lockstep.parameter_server.variables.rpc_client import connect
-    from lockstep.parameter_server.variables.variable_client import VariableClient
+    from lockstep.parameter_server.variable_client import VariableClient
 
     me = Peer(index, workers, "here", index)
     client = VariableClient(plan_of(), [f"127.0.0.1:{ports[0]}"], me)

@@ -41,7 +41,6 @@ COLUMNS = {  # The position of a box from 0 (left) to 1 (right); all others are 
     "execution": 0.46,
     "collectives": 0.54,
     "data": 0.4,
-    "parameter_server/variables": 0.81,
     "devices": 0.3,
     "distributed/{cluster,resolvers,control}": 0.2,
     "checkpoint": 0.66,

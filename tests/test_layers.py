@@ -12,11 +12,11 @@ PACKAGE = ROOT / "src" / "lockstep"
 
 # From the bottom up: a file may import from its own layer and from those above it in this list.
 LAYERS = (
-    ("_arrays", "_errors", "_files", "_version"),
+    ("_arrays", "_errors", "_atomic_files", "_version"),
     ("_keras", "_logging"),
     ("distributed/cluster", "distributed/resolvers", "distributed/control", "checkpoint"),
     ("devices",),
-    ("collectives", "data", "parameter_server/variables"),
+    ("collectives", "data"),
     ("execution",),
     ("custom_loops",),
     ("fit", "doctor"),

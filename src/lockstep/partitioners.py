@@ -1,6 +1,6 @@
 """Partitioners: the number of shards of a variable on several servers, as ``tf.distribute.experimental.partitioners``."""
 
-from lockstep.parameter_server.variables.sharding import (
+from lockstep.parameter_server.sharding import (
     FixedShardsPartitioner,
     MaxSizePartitioner,
     MinSizePartitioner,

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import numpy as np
 
-import lockstep._files
+import lockstep._atomic_files
 import lockstep.checkpoint.store
 from lockstep.checkpoint.format import Snapshot
 from lockstep.checkpoint.store import CheckpointStore
 
-OURS = str(Path(lockstep.checkpoint.store.__file__).parent), lockstep._files.__file__
+OURS = str(Path(lockstep.checkpoint.store.__file__).parent), lockstep._atomic_files.__file__
 STANDARD = (shutil.__file__,)  # It deletes file by file.
 
 

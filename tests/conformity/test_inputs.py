@@ -18,7 +18,7 @@ from lockstep.cluster_resolver import (
     SlurmClusterResolver,
     TFConfigClusterResolver,
 )
-from lockstep.parameter_server.variables.sharding import plan_shards
+from lockstep.parameter_server.sharding import plan_shards
 from lockstep.partitioners import FixedShardsPartitioner, MaxSizePartitioner, MinSizePartitioner
 
 

@@ -31,7 +31,7 @@ from lockstep.distributed.control.transport import HANDSHAKE_BYTES, MAC_BYTES, M
 from lockstep.launch.launch_config import LaunchConfig
 from lockstep.launch.rendezvous import RendezvousServer
 from lockstep.launch.rendezvous_state import identity_of
-from lockstep.parameter_server.variables.variable_server import ArrayServer
+from lockstep.parameter_server.rpc import ArrayServer
 from tests.support.waiting import DEADLINE, wait_until
 
 SECRET = b"known"

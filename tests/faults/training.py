@@ -22,7 +22,7 @@ from lockstep.distributed.control.join import _Join
 from lockstep.fit.checkpointing.fit_checkpoint import FitCheckpoint
 from lockstep.parameter_server import worker_fit
 from lockstep.parameter_server.process_role import ProcessContext
-from lockstep.parameter_server.variables.variable_server import VariableService
+from lockstep.parameter_server.variable_server import VariableService
 from lockstep.parameter_server.worker_fit import WorkerFit
 from tests.support import compile_cache
 

@@ -19,7 +19,7 @@ def test_there_are_enough_of_each_package():
     counts = Counter(mutant.package for mutant in drawn())
     assert set(counts) == set(PACKAGES)
     assert min(counts.values()) >= LEAST
-    assert {fault.package for fault in FAULTS} == {*PACKAGES, "_files.py"}
+    assert {fault.package for fault in FAULTS} == {*PACKAGES, "_atomic_files.py"}
 
 
 def test_no_two_have_one_name_or_one_place():

@@ -13,10 +13,10 @@ from lockstep import ModelError
 from lockstep._keras import trainer
 from lockstep.fit.checkpointing.model_state import variables_of
 from lockstep.parameter_server.gradient_step import GradientStep, names_of, specs_of
-from lockstep.parameter_server.variables.sharding import FixedShardsPartitioner
-from lockstep.parameter_server.variables.variable_client import BatchPart
+from lockstep.parameter_server.sharding import FixedShardsPartitioner
+from lockstep.parameter_server.variable_client import BatchPart
 from tests.parameter_server.own_step import OwnStep
-from tests.parameter_server.variables.threaded_servers import Servers
+from tests.parameter_server.threaded_servers import Servers
 
 pytestmark = pytest.mark.xdist_group(__name__)  # They share steps.
 X = np.random.default_rng(0).normal(size=(70, 6)).astype("float32")

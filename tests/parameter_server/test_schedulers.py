@@ -9,11 +9,11 @@ import pytest
 import lockstep
 from lockstep.distributed.control.handshake import Peer
 from lockstep.execution.replica import StateMerge
+from lockstep.parameter_server.rpc import ClientSession
 from lockstep.parameter_server.scheduler_base import decode_result, encode_result
 from lockstep.parameter_server.state_sync import SeedOffsets
 from lockstep.parameter_server.task_dispatcher import SyncPointLog, TaskDispatcher, TaskQueue
-from lockstep.parameter_server.variables.variable_server import ClientSession
-from lockstep.parameter_server.variables.variable_store import CompletedIds
+from lockstep.parameter_server.variable_store import CompletedIds
 from tests.support.processes import own_host
 
 

@@ -15,6 +15,7 @@ from lockstep._keras.graph import is_seed
 from lockstep.execution.replica import replica_seed
 from lockstep.fit.checkpointing.model_state import variables_of
 from lockstep.parameter_server.gradient_step import nonempty_parts, part_of, specs_of
+from lockstep.parameter_server.sharding import plan_shards
 from lockstep.parameter_server.state_sync import (
     DeltaAccumulator,
     StateSync,
@@ -22,7 +23,6 @@ from lockstep.parameter_server.state_sync import (
     compute_deltas,
     is_additive,
 )
-from lockstep.parameter_server.variables.sharding import plan_shards
 
 RANDOM = np.random.default_rng(0)
 X = RANDOM.normal(size=(28, 4)).astype("float32")

@@ -13,12 +13,11 @@ from lockstep import ClusterError
 from lockstep._arrays import ArraySpec
 from lockstep._errors import INTERRUPTED, MAX_SECONDS, NO_PROGRESS, PEER_LOST, USER_ERROR
 from lockstep.distributed.control.transport import ProtocolError
+from lockstep.parameter_server.array_transport import MAX_HEAD_BYTES
+from lockstep.parameter_server.rpc import ArrayServer, ClientSession, connect
 from lockstep.parameter_server.task_client import CallEnded, TaskClient, run_tasks
 from lockstep.parameter_server.task_dispatcher import TaskDispatcher
-from lockstep.parameter_server.variables.array_transport import MAX_HEAD_BYTES
-from lockstep.parameter_server.variables.rpc_client import connect
-from lockstep.parameter_server.variables.variable_server import ArrayServer, ClientSession
-from tests.parameter_server.variables.threaded_servers import DEADLINE, Servers, peer, values_of
+from tests.parameter_server.threaded_servers import DEADLINE, Servers, peer, values_of
 from tests.support.waiting import wait_until
 
 

@@ -10,7 +10,7 @@ import pytest
 from keras import layers, ops
 
 import lockstep
-from lockstep.execution import gathered_variables
+from lockstep.execution import variable_shards
 from lockstep.tools.plan.hlo import collectives
 from tests.laws.cases import CASES, case_named, logits_loss, with_topologies
 from tests.laws.compare import Topology, assert_same, bytes_by_device, reference, run
@@ -254,8 +254,8 @@ def test_self_check_compares_gradients_with_those_of_whole_variables(monkeypatch
     assert len(strategy.self_check(model, x, y)) == 64
     for ours, expected in zip(values(model), before, strict=True):
         np.testing.assert_array_equal(ours, expected)
-    gather = gathered_variables._gather
-    monkeypatch.setattr(gathered_variables, "_gather", lambda shard, axis: 1.01 * gather(shard, axis))
+    gather = variable_shards._gather
+    monkeypatch.setattr(variable_shards, "_gather", lambda shard, axis: 1.01 * gather(shard, axis))
     with pytest.raises(lockstep.DeterminismError, match=r"gradient of '.*kernel' differs from that of whole variables"):
         strategy.self_check(model, x, y)
 
@@ -376,7 +376,7 @@ def test_a_step_gathers_each_sharded_variable_where_it_is_used_and_scatters_each
 
 
 @pytest.mark.slow
-def test_recomputed_layers_keep_neither_gathered_variables_nor_inner_results_also_on_cpus():
+def test_recomputed_layers_keep_neither_variable_shards_nor_inner_results_also_on_cpus():
     kept, recomputed = (
         compiled_step(*train(4, epochs=0, blocks=6, **options)[:2]).memory_analysis().temp_size_in_bytes
         for options in (SHARDED, RECOMPUTED)

@@ -26,8 +26,8 @@ from typing import Any
 import numpy as np
 
 from lockstep._arrays import DTYPES, ML_DTYPES
+from lockstep._atomic_files import open_to_read, publish, read_file, replace_file, sync
 from lockstep._errors import CheckpointError, LockstepError
-from lockstep._files import open_to_read, publish, read_file, replace_file, sync
 from lockstep.checkpoint.format import (
     MAX_MANIFEST_BYTES,
     Entry,

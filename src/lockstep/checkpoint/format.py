@@ -39,8 +39,8 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from lockstep._arrays import DTYPES, ML_DTYPES
+from lockstep._atomic_files import REMOVED, WRITTEN, open_to_read, read_file, replace_file
 from lockstep._errors import CheckpointError, OptionError, whole_number
-from lockstep._files import REMOVED, WRITTEN, open_to_read, read_file, replace_file
 from lockstep.checkpoint.shards import PART, Place, check_cover, places, put_shard
 
 _MAX_NAME_BYTES = 65_000  # A zip file stores the length in two bytes

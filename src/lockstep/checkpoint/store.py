@@ -23,8 +23,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from lockstep._atomic_files import make_directory, open_own, publish, remove, sweep
 from lockstep._errors import CheckpointError, OptionError, describe_error, file_path, whole_number
-from lockstep._files import make_directory, open_own, publish, remove, sweep
 from lockstep._logging import log_info
 from lockstep.checkpoint import format
 from lockstep.checkpoint.format import Loaded, Snapshot, checkpoints_in, free_name, is_leftover, step_of

@@ -54,8 +54,11 @@ def sync(sync_point: SyncPoint, values: Sequence[Any], outputs: Sequence[jax.Sha
     return sync_p.bind(*values, sync_point=sync_point, outputs=tuple((tuple(x.shape), x.dtype) for x in outputs))
 
 
-def _sync_same_shapes(values: Sequence[Any], sync_point: SyncPoint) -> list[Any]:
-    return sync(sync_point, values, [jax.typeof(value) for value in values])
+def _sync_nonzero(values: Sequence[Any], sync_point: SyncPoint) -> dict[int, Any]:
+    """Sync the values that are not symbolic zeros; return the results by position."""
+    positions = [position for position, value in enumerate(values) if not isinstance(value, ad.Zero)]
+    nonzero = [values[position] for position in positions]
+    return dict(zip(positions, sync(sync_point, nonzero, [jax.typeof(value) for value in nonzero]), strict=True))
 
 
 def _tangents(primals: Any, tangents: Any, *, sync_point: SyncPoint, outputs: Any) -> tuple[list[Any], list[Any]]:
@@ -64,15 +67,13 @@ def _tangents(primals: Any, tangents: Any, *, sync_point: SyncPoint, outputs: An
         if all(isinstance(tangent, ad.Zero) for tangent in tangents):
             return found, [ad.Zero(jax.typeof(value).to_tangent_aval()) for value in found]
         raise ModelError(f"{sync_point.name} cannot be differentiated. Fix: use all_reduce or all_gather.")
-    known = [position for position, tangent in enumerate(tangents) if not isinstance(tangent, ad.Zero)]
-    mapped = dict(zip(known, _sync_same_shapes([tangents[position] for position in known], sync_point), strict=True))
+    mapped = _sync_nonzero(tangents, sync_point)
     return found, [mapped.get(position, tangent) for position, tangent in enumerate(tangents)]
 
 
 def _cotangents(cotangents: Any, *values: Any, sync_point: SyncPoint, outputs: Any) -> list[Any]:
     """The derivative of a sum over all replicas is the sum of all replicas' derivatives."""
-    known = [position for position, cotangent in enumerate(cotangents) if not isinstance(cotangent, ad.Zero)]
-    mapped = dict(zip(known, _sync_same_shapes([cotangents[position] for position in known], sync_point), strict=True))
+    mapped = _sync_nonzero(cotangents, sync_point)
     return [mapped.get(position) for position in range(len(values))]
 
 
@@ -103,12 +104,12 @@ def run_on_replicas(function: Function, leaves: list[Any], placement: Placement)
         ModelError: the replicas do not reach the same sync points in the same order.
     """
     groups = _replica_groups(leaves, placement.replicas)
-    known: Shapes = []
+    shapes: Shapes = []
     origins: Origins = {}
-    batches = [_ReplicaBatch(function, leaves, group, placement, known, origins) for group in groups]
-    while len(batches) > 1 and (seen := _gathered_shapes(batches, placement.replicas)) != known:
-        known = seen  # Trace again: the results of an all_gather depend on the shapes of the other groups.
-        batches = [_ReplicaBatch(function, leaves, group, placement, known, origins) for group in groups]
+    batches = [_ReplicaBatch(function, leaves, group, placement, shapes, origins) for group in groups]
+    while len(batches) > 1 and (seen := _gathered_shapes(batches, placement.replicas)) != shapes:
+        shapes = seen  # Trace again: the results of an all_gather depend on the shapes of the other groups.
+        batches = [_ReplicaBatch(function, leaves, group, placement, shapes, origins) for group in groups]
     names = [[sync_point.name for sync_point in batch.sync_points] for batch in batches]
     for group, own in zip(groups, names, strict=True):
         if own != names[0]:
@@ -155,7 +156,7 @@ class _ReplicaBatch:
         leaves: list[Any],
         replicas: Replicas,
         placement: Placement,
-        known: Shapes,
+        gathered_before: Shapes,
         origins: Origins,
     ) -> None:
         self.replicas, self.placement, self.origins = replicas, placement, origins
@@ -169,7 +170,7 @@ class _ReplicaBatch:
         def gathered_shapes(shape: Any) -> list[Any]:
             self.gathered.append(shape)
             position = len(self.gathered) - 1
-            return known[position] if position < len(known) else [shape] * placement.replicas
+            return gathered_before[position] if position < len(gathered_before) else [shape] * placement.replicas
 
         values = [self.padded(leaf) if is_per_replica(leaf) else leaf for leaf in leaves]
         shapes = [_shape(value, is_per_replica(leaf)) for value, leaf in zip(values, leaves, strict=True)]

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
+from lockstep._atomic_files import open_own, open_to_read
 from lockstep._errors import InputError, OptionError
-from lockstep._files import open_own, open_to_read
 from lockstep.data.indexed_batches import run_epoch_hook
 from lockstep.data.pass_iterator import EpochHook, digest_of_batch
 from lockstep.data.random_state import capture_random_state, restore_random_state

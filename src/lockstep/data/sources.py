@@ -2,7 +2,8 @@
 
 Keras's data adapters read arrays, ``tf.data``, torch and Grain. Generators, PyDatasets and callables have separate sources,
 because Keras's would lose, repeat or reorder batches: it reads two batches of a generator in advance, yields them
-again in the second epoch, and its queue of a PyDataset keeps batches of an interrupted epoch.
+again in the second epoch, and its queue of a PyDataset keeps batches of an interrupted epoch. The position of a pass, and the state
+from which it continues, are in ``pass_iterator.py``.
 """
 
 import base64

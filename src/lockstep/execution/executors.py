@@ -36,15 +36,6 @@ from lockstep.execution.call_splitter import (
     trace_call,
 )
 from lockstep.execution.cpu_rewrites import rewrite_for_cpu
-from lockstep.execution.gathered_variables import (
-    SEPARATE_COLLECTIVES,
-    Recompute,
-    Shard,
-    gather_variables,
-    layers_to_recompute,
-    recompute_whole,
-    shard_axes,
-)
 from lockstep.execution.gradient_extraction import GradientPrograms
 from lockstep.execution.isolated_replicas import forward_isolated
 from lockstep.execution.model_parallel.model_shardings import ModelShardings
@@ -61,6 +52,16 @@ from lockstep.execution.train_state import (
     dispatch_lock,
     state_changes,
     without_aliases,
+)
+from lockstep.execution.variable_shards import (
+    SEPARATE_COLLECTIVES,
+    Recompute,
+    Shard,
+    gather_variables,
+    layers_to_recompute,
+    recompute_whole,
+    shard_axes,
+    state_shardings,
 )
 
 CallSizes = tuple[tuple[int, ...], ...]
@@ -222,7 +223,7 @@ class SpmdExecutor:
 
     def state_shardings(self, state: Any) -> Any:
         """Return the shardings of a state: trainable and non-trainable variables, for training those of the optimizer, and metrics."""
-        return _state_shardings(state, self.placement, self.shard)
+        return state_shardings(state, self.placement, self.shard)
 
     def call_whole(self, call: ModelCall, placed: list[PlacedRows | None]) -> tuple[Any, list[Any], list[Any]]:
         """See :class:`Executor`."""
@@ -283,7 +284,7 @@ class DeterministicExecutor:
             return result, self.placement.put(new, shardings(new))
 
         def shardings(state: Any) -> Any:
-            return _state_shardings(state, self.placement, self.shard)
+            return state_shardings(state, self.placement, self.shard)
 
         return _with_placement(run, self.placement, shardings, gate)
 
@@ -348,15 +349,6 @@ class EagerExecutor:
 
 def _as_lists(state: Any) -> tuple[list[Any], ...]:
     return tuple(list(part) for part in state)
-
-
-def _state_shardings(state: Any, placement: Placement, shard: Shard) -> Any:
-    """Return the shardings of a state: trainable and non-trainable variables, for training those of the optimizer, and metrics."""
-    is_sharded = [shard == "variables"] * 2 + [shard is not None] * (len(state) - 3) + [False]
-    return tuple(
-        [placement.slice_sharding(value.shape) for value in part] if sharded else placement.replicated
-        for part, sharded in zip(state, is_sharded, strict=False)
-    )
 
 
 class _PlacedState(tuple[Any, ...]):

@@ -26,9 +26,9 @@ from lockstep.collectives.platform import platform_sum_bucketed
 from lockstep.devices.batch_split import Layout
 from lockstep.devices.cpu_devices import compiler_options
 from lockstep.devices.placement import DEVICE_AXIS, REPLICATE_BELOW, Placement, drop_padding
-from lockstep.execution.gathered_variables import Axes, gathered, shard_spec
 from lockstep.execution.jaxpr_utils import is_inexact
 from lockstep.execution.replica import ReplicaCall, ReplicaResult, StateMerge, join_halves, run_replicas
+from lockstep.execution.variable_shards import Axes, gathered, shard_spec
 
 
 class PerDevice(tuple[Any, ...]):

@@ -2,7 +2,8 @@
 
 Keras keeps its loop, callbacks, history and progress bar, and its ``train_step`` or the user's. The step is traced on the global
 batch; only the forward passes inside it, of the model and of models within it, are replaced (:class:`_ForwardInterceptor`). Loss,
-metrics, clipping, accumulation and update are therefore Keras's own code on the global batch, on every device alike.
+metrics, loss scale of mixed precision, clipping, accumulation and update are therefore Keras's own code on the global batch, on every
+device alike.
 """
 
 import contextlib

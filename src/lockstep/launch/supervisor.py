@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
+from lockstep._atomic_files import open_own
 from lockstep._errors import DONE, NO_PROGRESS, OptionError
-from lockstep._files import open_own
 from lockstep.distributed.cluster.env_reader import NetworkOptions, visible_gpus
 from lockstep.distributed.control.handshake import check_closed
 from lockstep.launch.launch_config import LaunchConfig

@@ -1,1 +1,1 @@
-"""Training on parameter servers: chief, workers, servers and evaluator of a job, in ``fit`` and in custom training loops."""
+"""Training on parameter servers: variables on servers, tasks, and chief, workers, servers and evaluator in ``fit`` and in custom loops."""

@@ -23,10 +23,10 @@ from lockstep._errors import PEER_LOST, ClusterError
 from lockstep.data.keras_adapter import KerasInput
 from lockstep.fit.checkpointing.model_state import variables_of
 from lockstep.parameter_server.gradient_step import count_batch_rows, nonempty_parts
+from lockstep.parameter_server.sharding import ShardingPlan
 from lockstep.parameter_server.state_sync import State, StateSync, differs
 from lockstep.parameter_server.task_dispatcher import Result, TaskDispatcher
-from lockstep.parameter_server.variables.sharding import ShardingPlan
-from lockstep.parameter_server.variables.variable_client import VariableClient
+from lockstep.parameter_server.variable_client import VariableClient
 from lockstep.parameter_server.worker_fit import NEWEST_EPOCH, epoch_key, hook_key
 
 READY = "the servers have values"  # Key that the chief publishes after it has filled the servers.

@@ -29,10 +29,10 @@ from lockstep.parameter_server.chief_fit import READY, ChiefFit, StalenessMetric
 from lockstep.parameter_server.gradient_step import as_json
 from lockstep.parameter_server.process_role import ProcessContext
 from lockstep.parameter_server.schedulers import ChiefScheduler, WorkerScheduler
+from lockstep.parameter_server.sharding import ShardingPlan
 from lockstep.parameter_server.task_client import CallEnded, CallResult, TaskClient
 from lockstep.parameter_server.task_dispatcher import TaskDispatcher
-from lockstep.parameter_server.variables.sharding import ShardingPlan
-from lockstep.parameter_server.variables.variable_client import VariableClient
+from lockstep.parameter_server.variable_client import VariableClient
 from lockstep.parameter_server.worker_fit import WorkerFit, run_evaluator
 
 _HOOKS = "hooks of the data"

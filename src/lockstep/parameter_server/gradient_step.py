@@ -20,7 +20,7 @@ from lockstep.execution.gradient_extraction import GradientPrograms
 from lockstep.execution.train_functions import StepFunctions
 from lockstep.execution.train_state import apply_changes
 from lockstep.fit.checkpointing.model_state import variables_of
-from lockstep.parameter_server.variables.variable_store import UpdateRules
+from lockstep.parameter_server.variable_store import UpdateRules
 
 _TOLERANCE = 1e-4  # Of a loss in float32, added up in another order.
 

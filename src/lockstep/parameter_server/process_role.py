@@ -18,13 +18,13 @@ from lockstep.distributed.cluster.membership import SINGLE_JOBS, ClusterSpec, Me
 from lockstep.distributed.control.handshake import Peer, check_closed, open_listener
 from lockstep.distributed.resolvers.base import ClusterResolver
 from lockstep.parameter_server.gradient_step import rules_of, specs_of
+from lockstep.parameter_server.optimizer_sharding import check_optimizer
+from lockstep.parameter_server.rpc import ArrayServer, connect
+from lockstep.parameter_server.sharding import PartitionFunction, ShardingPlan, plan_shards
 from lockstep.parameter_server.task_client import TaskClient
 from lockstep.parameter_server.task_dispatcher import TaskDispatcher
-from lockstep.parameter_server.variables.optimizer_sharding import check_optimizer
-from lockstep.parameter_server.variables.rpc_client import connect
-from lockstep.parameter_server.variables.sharding import PartitionFunction, ShardingPlan, plan_shards
-from lockstep.parameter_server.variables.variable_client import VariableClient
-from lockstep.parameter_server.variables.variable_server import ArrayServer, serve
+from lockstep.parameter_server.variable_client import VariableClient
+from lockstep.parameter_server.variable_server import serve
 
 _STRATEGY = "lockstep.ParameterServerStrategy"
 _EXAMPLE = {

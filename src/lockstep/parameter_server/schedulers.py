@@ -19,6 +19,7 @@ from lockstep.fit.checkpointing.model_state import variables_of
 from lockstep.parameter_server.cluster_coordinator import resolve_per_worker
 from lockstep.parameter_server.gradient_step import GradientStep, names_of
 from lockstep.parameter_server.process_role import ProcessContext
+from lockstep.parameter_server.rpc import ArrayServer
 from lockstep.parameter_server.scheduler_base import (
     VALUE,
     Arguments,
@@ -51,8 +52,7 @@ from lockstep.parameter_server.task_client import (
     run_tasks,
 )
 from lockstep.parameter_server.task_dispatcher import Result, TaskDispatcher
-from lockstep.parameter_server.variables.variable_client import VariableClient
-from lockstep.parameter_server.variables.variable_server import ArrayServer
+from lockstep.parameter_server.variable_client import VariableClient
 
 Values = list[np.ndarray]
 

@@ -15,10 +15,10 @@ import numpy as np
 from lockstep.execution.call_splitter import state_merge
 from lockstep.execution.replica import StateMerge, replica_seed
 from lockstep.parameter_server.gradient_step import iterations_of, names_of
+from lockstep.parameter_server.optimizer_sharding import OptimizerState
+from lockstep.parameter_server.sharding import ShardingPlan
 from lockstep.parameter_server.task_dispatcher import TaskDispatcher
-from lockstep.parameter_server.variables.optimizer_sharding import OptimizerState
-from lockstep.parameter_server.variables.sharding import ShardingPlan
-from lockstep.parameter_server.variables.variable_client import VariableClient, join_shards
+from lockstep.parameter_server.variable_client import VariableClient, join_shards
 
 STATE = "state"  # Key under which the chief publishes the values of non-trainable variables.
 _METRIC, _OTHER, _NEW = "metric/", "other/", "new/"

@@ -11,9 +11,9 @@ import numpy as np
 from lockstep._arrays import ArraySpec
 from lockstep._errors import NO_PROGRESS, PEER_LOST, USER_ERROR, ClusterError, summary_of
 from lockstep.distributed.control.transport import ProtocolError
+from lockstep.parameter_server.array_transport import Message, payload_bytes
+from lockstep.parameter_server.rpc import Response, RpcClient, check_no_arrays
 from lockstep.parameter_server.task_dispatcher import LONG_SECONDS, Result
-from lockstep.parameter_server.variables.array_transport import Message, payload_bytes
-from lockstep.parameter_server.variables.rpc_client import Response, RpcClient, check_no_arrays
 
 _UNUSED_KEY = "end of the call"  # The dispatcher never publishes it, so a request for it lasts until then.
 _MAX_BYTES = 2**31  # Of the arrays of one response.

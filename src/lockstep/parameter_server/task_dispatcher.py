@@ -16,10 +16,9 @@ from lockstep._arrays import ArraySpec
 from lockstep._errors import NO_PROGRESS, PEER_LOST, USER_ERROR, ClusterError
 from lockstep._logging import WaitLogger, listed, log_info
 from lockstep.distributed.control.transport import ProtocolError
-from lockstep.parameter_server.variables.array_transport import Arrays, Message, payload_bytes
-from lockstep.parameter_server.variables.rpc_client import read_whole_number
-from lockstep.parameter_server.variables.variable_server import ClientSession, Response, seconds_of
-from lockstep.parameter_server.variables.variable_store import CompletedIds
+from lockstep.parameter_server.array_transport import Arrays, Message, payload_bytes
+from lockstep.parameter_server.rpc import POLL_SECONDS, ClientSession, Response, read_whole_number, seconds_of
+from lockstep.parameter_server.variable_store import CompletedIds
 
 
 class TaskQueue:
@@ -121,7 +120,6 @@ class TaskQueue:
 
 LONG_SECONDS = 1800.0  # Without any progress of the workers, or of the chief, until the other side gives up.
 _ABORT_SECONDS = 3.0  # How long an abort waits until all processes have received it.
-_POLL_SECONDS = 0.25  # How often a waiting request checks whether its process has disconnected.
 _ENTRY_BYTES = 256  # Least size of an entry in the log of sync points.
 _ACKNOWLEDGED: Response = {"kind": "noted", "counts": True}, {}
 
@@ -340,7 +338,7 @@ class TaskDispatcher:
                 has_workers = self.worker_count > 0
                 if not is_met:
                     self._raise_if_stuck()
-                    self._changed.wait(_POLL_SECONDS)
+                    self._changed.wait(POLL_SECONDS)
             if not is_met and not has_workers:
                 wait_logger.log("a worker")
 
@@ -383,7 +381,7 @@ class TaskDispatcher:
         with self._changed:
             while not self._failure and (missing := self._stragglers(expected, wait_logger.seconds)):
                 wait_logger.log(listed(missing))
-                self._changed.wait(_POLL_SECONDS)
+                self._changed.wait(POLL_SECONDS)
 
     def _stragglers(self, expected: Collection[tuple[str, int]], waited: float) -> list[str]:
         late = [
@@ -473,7 +471,7 @@ class TaskDispatcher:
                 left = deadline - self._clock()
                 if left <= 0 or session.is_gone():
                     return {"kind": "nothing", "idle": max(0.0, self._clock() - self._acted_at)}, {}
-                self._changed.wait(min(left, _POLL_SECONDS))
+                self._changed.wait(min(left, POLL_SECONDS))
 
     def _enter(self, session: ClientSession, message: Message, arrays: Arrays) -> Response:
         def enter() -> Response:

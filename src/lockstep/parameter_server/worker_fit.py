@@ -20,6 +20,7 @@ from lockstep.parameter_server.gradient_step import (
     names_of,
     part_of,
 )
+from lockstep.parameter_server.sparse_rows import TouchedRows, sparsify
 from lockstep.parameter_server.state_sync import (
     STATE,
     DeltaAccumulator,
@@ -30,8 +31,7 @@ from lockstep.parameter_server.state_sync import (
 )
 from lockstep.parameter_server.task_client import CallEnded, CallResult, Task, TaskClient, run_tasks
 from lockstep.parameter_server.task_dispatcher import Result
-from lockstep.parameter_server.variables.sparse_rows import TouchedRows, sparsify
-from lockstep.parameter_server.variables.variable_client import BatchPart, VariableClient
+from lockstep.parameter_server.variable_client import BatchPart, VariableClient
 
 NEWEST_EPOCH = "newest epoch"  # Key under which the chief publishes the last finished epoch.
 

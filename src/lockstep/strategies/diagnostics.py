@@ -23,9 +23,9 @@ from lockstep.devices.placement import Placement, count_rows, gather_on_host, lo
 from lockstep.doctor.base import FitCall, Report, RuntimeSettings, calling_location
 from lockstep.doctor.checks import examine
 from lockstep.execution.executors import Executor, SpmdExecutor
-from lockstep.execution.gathered_variables import ModelLayout
 from lockstep.execution.gradient_extraction import GradientPrograms
 from lockstep.execution.train_functions import StepFunctions
+from lockstep.execution.variable_shards import ModelLayout
 
 Values = dict[str, np.ndarray]
 

@@ -7,7 +7,7 @@ import jax
 from lockstep._errors import OptionError, instance_of
 from lockstep.collectives import CommunicationOptions, Ops, ops_from_options
 from lockstep.data.fit_entry import InputOptions
-from lockstep.execution.gathered_variables import Recompute
+from lockstep.execution.variable_shards import Recompute
 from lockstep.strategies.base import Strategy
 from lockstep.strategies.setup import find_devices, one_axis_placement, prepare_process
 

@@ -20,7 +20,6 @@ from lockstep.devices.placement import MeshPlacement, Placement
 from lockstep.distributed.resolvers import ClusterResolver
 from lockstep.doctor.base import RuntimeSettings
 from lockstep.execution.executors import Executor, ModelParallelExecutor, SpmdExecutor
-from lockstep.execution.gathered_variables import ModelLayout, Recompute
 from lockstep.execution.model_parallel.model_shardings import (
     AUTO,
     ROWS,
@@ -31,6 +30,7 @@ from lockstep.execution.model_parallel.model_shardings import (
     parse_layout,
     parse_mesh,
 )
+from lockstep.execution.variable_shards import ModelLayout, Recompute
 from lockstep.strategies.multi_worker import WorkerStrategy
 from lockstep.strategies.setup import StrategyOptions, check_mesh_options, overridden_devices, prepare_process
 

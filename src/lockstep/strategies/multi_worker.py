@@ -37,8 +37,8 @@ from lockstep.distributed.resolvers import (
     notes_if_alone,
     resolve,
 )
-from lockstep.execution.gathered_variables import Recompute
 from lockstep.execution.step_loop import StepHook
+from lockstep.execution.variable_shards import Recompute
 from lockstep.strategies.base import Strategy
 from lockstep.strategies.setup import (
     StrategyOptions,

@@ -29,8 +29,8 @@ from lockstep.parameter_server.fit_dispatch import ChiefFitDispatch, WorkerFitDi
 from lockstep.parameter_server.gradient_step import GradientStep
 from lockstep.parameter_server.process_role import ProcessContext, ProcessRole, find_role
 from lockstep.parameter_server.scheduler_base import SchedulerBase
+from lockstep.parameter_server.sharding import PartitionFunction
 from lockstep.parameter_server.task_dispatcher import TaskDispatcher
-from lockstep.parameter_server.variables.sharding import PartitionFunction
 from lockstep.strategies.base import Strategy
 from lockstep.strategies.setup import one_axis_placement, prepare_process, refuse_device_override
 

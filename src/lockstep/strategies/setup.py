@@ -16,7 +16,7 @@ from lockstep.devices.cpu_devices import ensure_cpu_devices, has_started, keep_m
 from lockstep.devices.determinism_flags import is_deterministic, prepare_determinism
 from lockstep.devices.names import platform_of, resolve_devices
 from lockstep.devices.placement import Placement, placement_on
-from lockstep.execution.gathered_variables import Recompute, Shard
+from lockstep.execution.variable_shards import Recompute, Shard
 
 MAX_REPLICAS = 65_536  # far above all batches; the parts of each replica are objects of this process
 

@@ -11,8 +11,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from lockstep._atomic_files import read_file
 from lockstep._errors import OptionError, seconds
-from lockstep._files import read_file
 from lockstep._logging import counted
 from lockstep.checkpoint.format import STATUS, checkpoints_in, step_of
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
+from lockstep._atomic_files import open_to_read
 from lockstep._errors import ClusterError
-from lockstep._files import open_to_read
 
 # Set by the launcher, or by the user for all processes of a job.
 GENERATION = "LOCKSTEP_GENERATION"  # How many times the launcher has restarted the job.

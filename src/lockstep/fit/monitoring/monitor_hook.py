@@ -21,8 +21,8 @@ from weakref import WeakKeyDictionary
 
 import keras
 
+from lockstep._atomic_files import replace_file
 from lockstep._errors import summary_of
-from lockstep._files import replace_file
 from lockstep._keras.trainer import steps_done
 from lockstep.checkpoint.format import STATUS
 from lockstep.data.fit_entry import ProcessGroup, callbacks_in

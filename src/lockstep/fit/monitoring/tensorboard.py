@@ -20,8 +20,8 @@ import jax
 import keras
 import numpy as np
 
+from lockstep._atomic_files import open_own, open_to_read
 from lockstep._errors import OptionError, file_path, flag, shown, summary_of, whole_number
-from lockstep._files import open_own, open_to_read
 from lockstep._keras import trainer
 from lockstep.execution.step_loop import StepHook
 from lockstep.fit.monitoring.step_timer import NAMES, Attachment, MonitorCallback, StepTimer

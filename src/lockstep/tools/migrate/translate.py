@@ -17,8 +17,8 @@ from io import BufferedWriter
 from itertools import takewhile
 from pathlib import Path
 
+from lockstep._atomic_files import replace_file
 from lockstep._errors import LockstepError, OptionError
-from lockstep._files import replace_file
 from lockstep.doctor.base import Report
 from lockstep.tools.doctor_command import examine_script, to_standard_error
 from lockstep.tools.migrate import rewrite_rules, source

@@ -27,7 +27,11 @@ from lockstep.data.sources import AdapterSource, make_source
 from lockstep.devices.placement import count_rows, placement_on
 from lockstep.doctor.base import is_user_code
 from lockstep.execution.executors import ModelParallelExecutor, SpmdExecutor
-from lockstep.execution.gathered_variables import (
+from lockstep.execution.jaxpr_utils import equations_of
+from lockstep.execution.model_parallel.model_shardings import MeshAxes, MeshOptions, ModelShardings
+from lockstep.execution.rowwise import source_location
+from lockstep.execution.train_functions import StepFunctions
+from lockstep.execution.variable_shards import (
     ModelLayout,
     Recompute,
     Shard,
@@ -35,10 +39,6 @@ from lockstep.execution.gathered_variables import (
     layout_notes,
     layout_of,
 )
-from lockstep.execution.jaxpr_utils import equations_of
-from lockstep.execution.model_parallel.model_shardings import MeshAxes, MeshOptions, ModelShardings
-from lockstep.execution.rowwise import source_location
-from lockstep.execution.train_functions import StepFunctions
 from lockstep.fit.monitoring.step_timer import flops_of_step
 from lockstep.tools.plan.hardware import Target
 from lockstep.tools.plan.hlo import collectives, memory_traffic

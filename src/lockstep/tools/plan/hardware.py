@@ -14,8 +14,8 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 
+from lockstep._atomic_files import read_file
 from lockstep._errors import OptionError, shown
-from lockstep._files import read_file
 from lockstep.collectives.cost_model import Network, NetworkLink
 from lockstep.devices.names import resolve_devices
 from lockstep.tools.running_scripts import environment_set

@@ -15,8 +15,8 @@ from typing import Any
 
 import jax
 
+from lockstep._atomic_files import read_file, replace_file
 from lockstep._errors import LockstepError, OptionError
-from lockstep._files import read_file, replace_file
 from lockstep.collectives.cost_model import NetworkLink
 from lockstep.devices.cpu_devices import reserve_devices
 from lockstep.doctor.checks import check_call

@@ -7,7 +7,7 @@ from collections import Counter
 
 import keras
 
-import lockstep._files as files
+import lockstep._atomic_files as files
 import lockstep.checkpoint.format as format
 from lockstep.fit.checkpointing.fit_checkpoint import FitCheckpoint
 from tests.distributed.jobs.program import tell

@@ -145,7 +145,7 @@ class Raises(keras.callbacks.Callback):
 
 def stop_at(strategy, at, signal):
     """Send a signal to this process when it has begun so many batches, or as a server taken so many gradients."""
-    from lockstep.parameter_server.variables.variable_server import VariableService
+    from lockstep.parameter_server.variable_server import VariableService
     from lockstep.parameter_server.worker_fit import WorkerFit
 
     owner, name = (WorkerFit, "_run_task") if strategy.role.job == "worker" else (VariableService, "_push")

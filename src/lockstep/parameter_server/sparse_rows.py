@@ -20,7 +20,7 @@ import numpy as np
 from lockstep._keras.graph import operations_of
 from lockstep._keras.patches import LAYER_CALL, patched_method
 from lockstep._logging import log_info
-from lockstep.parameter_server.variables.sharding import Shard
+from lockstep.parameter_server.sharding import Shard
 
 
 class SparseGradient(NamedTuple):
@@ -108,7 +108,7 @@ class EmbeddingRows:
 
     Example:
         >>> import keras, numpy as np
-        >>> from lockstep.parameter_server.variables.sparse_rows import EmbeddingRows, tables_of
+        >>> from lockstep.parameter_server.sparse_rows import EmbeddingRows, tables_of
         >>> model = keras.Sequential([keras.Input((2,), dtype="int32"), keras.layers.Embedding(9, 1, name="words")])
         >>> [rows.tolist() for rows in EmbeddingRows(model, tables_of(model)).rows(np.array([[7, 3], [3, -1]])).values()]
         [[3, 7, 8]]
@@ -220,7 +220,7 @@ class TouchedRows:
 
     Example:
         >>> import keras, numpy as np
-        >>> from lockstep.parameter_server.variables.sparse_rows import TouchedRows
+        >>> from lockstep.parameter_server.sparse_rows import TouchedRows
         >>> model = keras.Sequential([keras.Input((2,), dtype="int32"), keras.layers.Embedding(5000, 1)])
         >>> touched, (name,) = TouchedRows(model), [variable.path for variable in model.trainable_variables]
         >>> x, table = np.array([[7, 3], [3, 4999]], "int32"), np.ones((5000, 1), "float32")

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from lockstep import OptionError
 from lockstep._arrays import ArraySpec
-from lockstep.parameter_server.variables.sharding import (
+from lockstep.parameter_server.sharding import (
     FixedShardsPartitioner,
     MaxSizePartitioner,
     MinSizePartitioner,

@@ -1,43 +1,33 @@
-"""A variable server: a TCP server with one session a client, and the requests that it answers.
+"""A variable server: the requests that it answers, and its process."""
 
-Each worker's connection has a thread of its own, which calls :meth:`VariableService.handle` and may wait in it.
-"""
-
-import contextlib
 import os
 import socket
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Protocol
 
 import jax
 import keras
 import numpy as np
 
 from lockstep._arrays import ArraySpec
-from lockstep._errors import MAX_SECONDS, OptionError
 from lockstep._logging import log_info
-from lockstep.distributed.control.admission import first_difference
-from lockstep.distributed.control.handshake import HandshakeServer, Peer, RejectionLog, refusal
-from lockstep.distributed.control.transport import EventLoop, FramedSocket, ProtocolError, encode
-from lockstep.parameter_server.variables.array_transport import (
-    ArrayConnection,
-    ConnectionLostError,
-    Message,
-)
-from lockstep.parameter_server.variables.optimizer_sharding import check_optimizer
-from lockstep.parameter_server.variables.rpc_client import (
-    ROWS,
-    VALUE,
-    check_request,
-    decode_gradients,
-    decode_row_request,
+from lockstep.distributed.control.handshake import Peer
+from lockstep.distributed.control.transport import ProtocolError
+from lockstep.parameter_server.array_transport import Arrays, Message
+from lockstep.parameter_server.messages import ROWS, VALUE, check_request, decode_gradients, decode_row_request
+from lockstep.parameter_server.optimizer_sharding import check_optimizer
+from lockstep.parameter_server.rpc import (
+    POLL_SECONDS,
+    ArrayServer,
+    ClientSession,
+    Response,
     read_whole_number,
+    seconds_of,
 )
-from lockstep.parameter_server.variables.sharding import ShardingPlan
-from lockstep.parameter_server.variables.variable_store import (
+from lockstep.parameter_server.sharding import ShardingPlan
+from lockstep.parameter_server.variable_store import (
     NO_RULES,
     CompletedIds,
     Push,
@@ -46,161 +36,6 @@ from lockstep.parameter_server.variables.variable_store import (
     VariableSnapshot,
     VariableStore,
 )
-
-_MESSAGE_SECONDS = 60.0  # Limit of the wait for more of a message that has begun, and for room to send a response.
-_MAX_SENTENCE = 300  # Characters: clients may send any text.
-
-Response = tuple[Message, Mapping[str, np.ndarray]]
-
-
-class ClientSession:
-    """One connection of a client; a client that connects again has another session.
-
-    Args:
-        peer: the client.
-        is_gone: returns whether the client has closed the connection while it waits for a response.
-    """
-
-    def __init__(self, peer: Peer, is_gone: Callable[[], bool] = lambda: False) -> None:
-        self.peer, self.is_gone = peer, is_gone
-
-    def __str__(self) -> str:
-        return str(self.peer)
-
-
-def seconds_of(message: Message) -> float:
-    """Return how long a request may wait; ProtocolError if that is no number of seconds."""
-    seconds = message.get("seconds")
-    if isinstance(seconds, (int, float)) and 0 <= seconds <= MAX_SECONDS:
-        return float(seconds)
-    raise ProtocolError(f"seconds: expected a number from 0 to {MAX_SECONDS:g}, got {str(seconds)[:40]!r}")
-
-
-class RequestHandler(Protocol):
-    """The service behind a server: :class:`lockstep.parameter_server.variables.variable_server.VariableService` or :class:`lockstep.parameter_server.task_dispatcher.TaskDispatcher`."""
-
-    def check(self, message: Message, given: tuple[ArraySpec, ...]) -> None:
-        """Refuse a request by ProtocolError, before its arrays are received."""
-
-    def handle(self, session: ClientSession, message: Message, arrays: Mapping[str, np.ndarray]) -> Response:
-        """Return the response to a request, after any wait that it needs; ProtocolError if the request is not allowed."""
-
-    def leave(self, session: ClientSession) -> None:
-        """Note that a client has gone."""
-
-
-class ArrayServer:
-    """Serves requests until it is stopped.
-
-    Args:
-        me: this process; clients must have the same identity.
-        handler: handles the requests.
-        listener: a listening socket, which belongs to this object from now on.
-        secret: that clients must know; None: none.
-        log: takes lines.
-    """
-
-    def __init__(
-        self,
-        me: Peer,
-        handler: RequestHandler,
-        listener: socket.socket,
-        *,
-        secret: bytes | None = None,
-        log: Callable[[str], None] = log_info,
-    ) -> None:
-        self._me, self._handler, self._listener = me, handler, listener
-        self._loop = EventLoop(f"lockstep-accept-{me.index}")
-        self._handshakes = HandshakeServer(self._loop, secret, self._on_peer, log)
-        self._sockets: set[socket.socket] = set()
-        self._lock = threading.Lock()
-        self._stopped = threading.Event()
-
-    @property
-    def rejections(self) -> RejectionLog:
-        """Why connections were closed."""
-        return self._handshakes.rejections
-
-    def start(self) -> None:
-        """Start to accept connections."""
-        self._handshakes.listen(self._listener)
-        self._loop.start()
-
-    def stop(self) -> None:
-        """Close all connections; updates that have begun are completed."""
-        self._stopped.set()
-        _shut_down(self._listener)
-        self._loop.stop()
-        self._listener.close()
-        with self._lock:
-            sockets = tuple(self._sockets)
-        for connected in sockets:
-            _shut_down(connected)
-
-    def _on_peer(self, connection: FramedSocket, peer: Peer) -> None:
-        """Give an authenticated connection to a thread of its own; called in the thread of the handshakes."""
-        found = first_difference(peer.identity, self._me.identity)
-        if found is not None:
-            name, theirs, ours = found
-            self._note_rejection(connection.address, f"{peer}: its {name} is {theirs}, that of the server {ours}")
-            sentence = (
-                f"its {name} is {theirs}"[:_MAX_SENTENCE] + ", that of the server is another one, which its log has"
-            )
-            connection.send(encode(refusal(sentence)))
-            self._loop.remove(connection)
-            return
-        connection.send(encode({"kind": "welcome"}))
-        self._loop.release(connection)
-        threading.Thread(target=self._run, args=(connection, peer), daemon=True).start()
-
-    def _run(self, connection: FramedSocket, peer: Peer) -> None:
-        """Serve one connection after its handshake, to its last byte."""
-        try:
-            connected = connection.detach()
-        except ProtocolError as error:
-            self._note_rejection(connection.address, f"{peer}: {error}")
-            connection.close()
-            return
-        with self._lock:
-            self._sockets.add(connected)
-        if self._stopped.is_set():  # It came at the same moment.
-            _shut_down(connected)
-        try:
-            link = ArrayConnection(connected, _MESSAGE_SECONDS, connection.session)
-            self._serve(link, ClientSession(peer, is_gone=link.is_closed))
-        finally:
-            with self._lock:
-                self._sockets.discard(connected)
-            connected.close()
-
-    def _serve(self, link: ArrayConnection, session: ClientSession) -> None:
-        link.limit_unacknowledged(_MESSAGE_SECONDS)
-        try:
-            while True:
-                link.set_timeout(None)  # A worker may compute for as long as it likes.
-                link.wait_for_message()
-                link.set_timeout(_MESSAGE_SECONDS)
-                link.send(*self._handler.handle(session, *link.receive(self._handler.check)))
-        except ConnectionLostError:
-            pass  # The client has ended, or died: its launcher knows.
-        except (ProtocolError, OptionError) as error:  # The request cannot be answered, or the answer is too large.
-            self._note_rejection(link.address, f"{session}: {error}")
-            link.refuse(refusal(str(error)[:_MAX_SENTENCE]))
-        finally:
-            self._handler.leave(session)
-
-    def _note_rejection(self, address: str, reason: str) -> None:
-        if not self._stopped.is_set():
-            self.rejections.add(address, reason)
-
-
-def _shut_down(connected: socket.socket) -> None:
-    """End a connection from any thread: the thread that uses it gets an error, and closes it."""
-    with contextlib.suppress(OSError):
-        connected.shutdown(socket.SHUT_RDWR)
-
-
-_POLL_SECONDS = 0.25  # How often a waiting request checks whether its worker has disconnected.
 
 
 class SyncAggregator:
@@ -235,13 +70,13 @@ class SyncAggregator:
             All parts of the update in their order if this was the last one missing; then the next update begins.
 
         Raises:
-            OptionError: an earlier update is not complete, or the update has another number of parts.
+            ProtocolError: an earlier update is not complete, or the update has another number of parts.
         """
         if number < self.number:
             return None
         if number > self.number or not 0 <= part < parts or self._count not in (0, parts):
-            raise OptionError(
-                f"part {part} of {parts} of round {number}: round {self.number} is due"
+            raise ProtocolError(
+                f"part {part} of {parts} of update {number}: update {self.number} is due"
                 + (f", which has {self._count} parts." if self._count else ".")
             )
         self._count = parts
@@ -258,7 +93,7 @@ class VariableService:
 
     Args:
         store: the variables.
-        max_staleness: see :class:`lockstep.parameter_server.variables.variable_store.StalenessBound`.
+        max_staleness: see :class:`lockstep.parameter_server.variable_store.StalenessBound`.
         refuse_nonfinite: whether a gradient that is not finite is refused.
 
     Attributes:
@@ -277,11 +112,11 @@ class VariableService:
         self._previous: VariableSnapshot | None = None  # Before the last synchronous update, until the next one begins.
         self._changed = threading.Condition()
         self.staleness: Counter[int] = Counter()
-        self._handlers: dict[str, Callable[[ClientSession, Message, Mapping[str, np.ndarray]], Response]] = {
+        self._handlers: dict[str, Callable[[ClientSession, Message, Arrays], Response]] = {
             "fill": self._fill,
             "push": self._push,
             "pull": self._pull,
-            "rest": self._pause,
+            "pause": self._pause,
             "state": self._state,
             "statistics": self._statistics,
         }
@@ -293,7 +128,7 @@ class VariableService:
         state = self._store.optimizer_specs if message["kind"] == "fill" else ()
         check_request(message, given, self._store.specs, state)
 
-    def handle(self, session: ClientSession, message: Message, arrays: Mapping[str, np.ndarray]) -> Response:
+    def handle(self, session: ClientSession, message: Message, arrays: Arrays) -> Response:
         """Return the response to a worker's request; raise ProtocolError if the request is invalid."""
         return self._handlers[message["kind"]](session, message, arrays)
 
@@ -303,7 +138,7 @@ class VariableService:
             self._staleness_bound.leave(session)
             self._changed.notify_all()
 
-    def _fill(self, session: ClientSession, message: Message, arrays: Mapping[str, np.ndarray]) -> Response:
+    def _fill(self, session: ClientSession, message: Message, arrays: Arrays) -> Response:
         if session.peer.job != "chief":
             raise ProtocolError("only the chief may set the values")
         version, task = read_whole_number(message, "version"), read_whole_number(message, "task")
@@ -314,7 +149,7 @@ class VariableService:
             self._changed.notify_all()
         return {"kind": "filled", "version": self._store.snapshot.version}, {}
 
-    def _push(self, session: ClientSession, message: Message, arrays: Mapping[str, np.ndarray]) -> Response:
+    def _push(self, session: ClientSession, message: Message, arrays: Arrays) -> Response:
         if not self._store.is_filled:
             raise ProtocolError("a gradient came before there were values")
         if self._refuse_nonfinite:
@@ -323,21 +158,21 @@ class VariableService:
         pulled = read_whole_number(message, "pulled")
         with self._changed:
             pushes = self._pushes_to_apply(message, push)
-            if pushes and "round" in message:
+            if pushes and "update" in message:
                 self._previous = self._store.snapshot
         version = self._store.apply(pushes) if pushes else None  # Outside the lock: pulls need not wait.
         with self._changed:
             if version is not None:
                 self.staleness[max(0, version - 1 - pulled)] += 1
-            if "round" not in message:  # Synchronous updates are ordered by their numbers instead.
+            if "update" not in message:  # Synchronous updates are ordered by their numbers instead.
                 self._staleness_bound.tick(session)
             self._changed.notify_all()
         return {"kind": "pushed", "version": self._store.snapshot.version, "was_applied": version is not None}, {}
 
     def _pushes_to_apply(self, message: Message, push: Push) -> list[Push] | None:
         """Return this push, or all parts of an update that it completes; None if it is a repetition or parts are missing."""
-        if "round" in message:
-            number, part, parts = (read_whole_number(message, name) for name in ("round", "part", "parts"))
+        if "update" in message:
+            number, part, parts = (read_whole_number(message, name) for name in ("update", "part", "parts"))
             return self._aggregator.add(number, part, parts, push)
         if "task" in message:
             number = read_whole_number(message, "task")
@@ -345,9 +180,9 @@ class VariableService:
             return [push] if self._completed.add(number) else None
         return [push]
 
-    def _pull(self, session: ClientSession, message: Message, arrays: Mapping[str, np.ndarray]) -> Response:
+    def _pull(self, session: ClientSession, message: Message, arrays: Arrays) -> Response:
         requested = decode_row_request(arrays, self._store.specs)
-        number = read_whole_number(message, "round") if "round" in message else None
+        number = read_whole_number(message, "update") if "update" in message else None
         deadline = time.monotonic() + seconds_of(message)
         worker = None if message.get("will_push") is False else session
         with self._changed:
@@ -355,7 +190,7 @@ class VariableService:
                 left = deadline - time.monotonic()
                 if left <= 0 or session.is_gone():
                     return {"kind": "late", "waits_for": waits_for}, {}
-                self._changed.wait(min(left, _POLL_SECONDS))
+                self._changed.wait(min(left, POLL_SECONDS))
             snapshot = self._store.snapshot if number is None else self._snapshot_before(number)
         return {"kind": "values", "version": snapshot.version}, _encode_values(snapshot.values, requested)
 
@@ -375,17 +210,17 @@ class VariableService:
             return [f"the other parts of update {self._store.snapshot.version + 1}"]
         return self._staleness_bound.blocking_workers(worker) if worker else []
 
-    def _pause(self, session: ClientSession, message: Message, arrays: Mapping[str, np.ndarray]) -> Response:
+    def _pause(self, session: ClientSession, message: Message, arrays: Arrays) -> Response:
         with self._changed:
             self._staleness_bound.pause(session)
             self._changed.notify_all()
-        return {"kind": "rested"}, {}
+        return {"kind": "paused"}, {}
 
-    def _state(self, session: ClientSession, message: Message, arrays: Mapping[str, np.ndarray]) -> Response:
+    def _state(self, session: ClientSession, message: Message, arrays: Arrays) -> Response:
         version, state = self._store.state()
         return {"kind": "state", "version": version}, {VALUE + name: array for name, array in state.items()}
 
-    def _statistics(self, session: ClientSession, message: Message, arrays: Mapping[str, np.ndarray]) -> Response:
+    def _statistics(self, session: ClientSession, message: Message, arrays: Arrays) -> Response:
         with self._changed:
             histogram = [[staleness, count] for staleness, count in sorted(self.staleness.items())]
         return {"kind": "statistics", "updates": self._store.snapshot.version, "staleness": histogram}, {}
@@ -412,7 +247,7 @@ def serve(
         optimizer: optimizer of the model; the server gets a copy of it.
         listener: a listening socket; the server closes it.
         rules: rules of the model's variables.
-        max_staleness: see :class:`lockstep.parameter_server.variables.variable_store.StalenessBound`.
+        max_staleness: see :class:`lockstep.parameter_server.variable_store.StalenessBound`.
         refuse_nonfinite: whether a gradient that is not finite is refused.
         identity: what clients must have in common with the server besides the plan.
         secret: shared with the clients; None: there is none.
@@ -431,7 +266,7 @@ def serve(
     return server
 
 
-def _encode_values(values: Mapping[str, jax.Array], requested: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+def _encode_values(values: Mapping[str, jax.Array], requested: Arrays) -> dict[str, np.ndarray]:
     """Return values as the arrays of a response: whole variables, or the requested rows."""
     found = {}
     for name, value in values.items():
@@ -442,7 +277,7 @@ def _encode_values(values: Mapping[str, jax.Array], requested: Mapping[str, np.n
     return found
 
 
-def _check_finite(session: ClientSession, arrays: Mapping[str, np.ndarray]) -> None:
+def _check_finite(session: ClientSession, arrays: Arrays) -> None:
     for name, array in arrays.items():
         if not np.isfinite(array).all():
             raise ProtocolError(

@@ -109,7 +109,7 @@ def plan_shards(
 
     Example:
         >>> from lockstep._arrays import ArraySpec
-        >>> from lockstep.parameter_server.variables.sharding import FixedShardsPartitioner, plan_shards
+        >>> from lockstep.parameter_server.sharding import FixedShardsPartitioner, plan_shards
         >>> table = ArraySpec("table", (5, 2), "float32")
         >>> [shard.spec.shape for shard in plan_shards([table], 2, FixedShardsPartitioner(2)).shards["table"]]
         [(3, 2), (2, 2)]

@@ -4,9 +4,9 @@ import keras
 import pytest
 
 from lockstep import OptionError
-from lockstep.parameter_server.variables.optimizer_sharding import check_optimizer
-from lockstep.parameter_server.variables.sharding import FixedShardsPartitioner, plan_shards
-from tests.parameter_server.variables.threaded_servers import SPECS
+from lockstep.parameter_server.optimizer_sharding import check_optimizer
+from lockstep.parameter_server.sharding import FixedShardsPartitioner, plan_shards
+from tests.parameter_server.threaded_servers import SPECS
 
 CUT = {"servers": 2, "partitioner": FixedShardsPartitioner(2)}
 TWO = {"servers": 2}

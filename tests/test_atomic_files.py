@@ -11,7 +11,7 @@ import pytest
 
 import lockstep
 from lockstep import cli
-from lockstep._files import open_own, open_to_read, read_file, replace_file
+from lockstep._atomic_files import open_own, open_to_read, read_file, replace_file
 from lockstep.callbacks import BackupAndRestore
 from lockstep.checkpoint.format import STATUS, Snapshot
 from lockstep.checkpoint.store import CheckpointStore
@@ -212,7 +212,7 @@ def test_reading_needs_a_regular_file_of_at_most_so_many_bytes(tmp_path):
 
 
 WRITES = {  # Places that open a file for writing otherwise, and why they may.
-    "_files.py": "the functions that all others use",
+    "_atomic_files.py": "the functions that all others use",
     "launch/worker_process.py": "a pipe, by its descriptor, and a nameless temporary file",
     "tools/running_scripts.py": "in a TemporaryDirectory, which is its user's alone",
     "tools/scaling/workload.py": "in that TemporaryDirectory",
@@ -245,4 +245,4 @@ def writes_in(path):
 
 def test_every_place_that_opens_a_file_for_writing_is_known():
     found = {str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py") if list(writes_in(path))}
-    assert found == set(WRITES), "Fix: use lockstep._files, or say why another way is safe"
+    assert found == set(WRITES), "Fix: use lockstep._atomic_files, or say why another way is safe"

@@ -7,11 +7,11 @@ import pytest
 from lockstep import OptionError
 from lockstep._arrays import ArraySpec
 from lockstep.parameter_server.gradient_step import rules_of, specs_of
-from lockstep.parameter_server.variables.optimizer_sharding import check_optimizer
-from lockstep.parameter_server.variables.sharding import FixedShardsPartitioner, plan_shards
-from lockstep.parameter_server.variables.sparse_rows import SparseGradient, gradient_of_shard
-from lockstep.parameter_server.variables.variable_store import Push, VariableStore
-from tests.parameter_server.variables.threaded_servers import SPECS, values_of
+from lockstep.parameter_server.optimizer_sharding import check_optimizer
+from lockstep.parameter_server.sharding import FixedShardsPartitioner, plan_shards
+from lockstep.parameter_server.sparse_rows import SparseGradient, gradient_of_shard
+from lockstep.parameter_server.variable_store import Push, VariableStore
+from tests.parameter_server.threaded_servers import SPECS, values_of
 from tests.support.marks import quick_first
 
 OPTIMIZERS = {

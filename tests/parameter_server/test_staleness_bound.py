@@ -5,10 +5,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep import OptionError
-from lockstep.parameter_server.variables.variable_server import SyncAggregator
-from lockstep.parameter_server.variables.variable_store import CompletedIds, Push, StalenessBound
+from lockstep.distributed.control.transport import ProtocolError
+from lockstep.parameter_server.variable_server import SyncAggregator
+from lockstep.parameter_server.variable_store import CompletedIds, Push, StalenessBound
 
-EVENTS = st.lists(st.tuples(st.sampled_from(["step", "rest", "leave"]), st.integers(0, 3)), max_size=120)
+EVENTS = st.lists(st.tuples(st.sampled_from(["step", "pause", "leave"]), st.integers(0, 3)), max_size=120)
 
 
 @given(EVENTS, st.integers(0, 3))
@@ -21,7 +22,7 @@ def test_the_slowest_worker_can_always_continue(events, bound):
                 clocks.tick(worker)
         else:
             here.discard(worker)
-            {"rest": clocks.pause, "leave": clocks.leave}[event](worker)
+            {"pause": clocks.pause, "leave": clocks.leave}[event](worker)
         assert not here or any(not clocks.blocking_workers(worker) for worker in here)
 
 
@@ -92,20 +93,20 @@ def test_completed_ids_are_a_set(numbers):
 @given(st.integers(1, 5).flatmap(lambda parts: st.lists(st.integers(0, parts - 1)).map(lambda order: (parts, order))))
 def test_a_synchronous_update_has_its_parts_in_their_order_once(case):
     parts, order = case
-    rounds, pushes, here = SyncAggregator(), [Push({}, weight=n + 1) for n in range(parts)], set()
+    aggregator, pushes, here = SyncAggregator(), [Push({}, weight=n + 1) for n in range(parts)], set()
     for part in order:
-        complete = rounds.add(0, part, parts, pushes[part])
+        complete = aggregator.add(0, part, parts, pushes[part])
         is_last = len(here | {part}) == parts > len(here)
         here.add(part)
         assert complete == (pushes if is_last else None)
-    assert rounds.number == (len(here) == parts)
+    assert aggregator.number == (len(here) == parts)
 
 
 @pytest.mark.parametrize(("number", "part", "parts"), [(1, 0, 2), (0, 2, 2), (0, 1, 3)])
 def test_an_invalid_part_is_refused(number, part, parts):
-    rounds = SyncAggregator()
-    rounds.add(0, 0, 2, Push({}))
+    aggregator = SyncAggregator()
+    aggregator.add(0, 0, 2, Push({}))
     with pytest.raises(
-        OptionError, match=f"part {part} of {parts} of round {number}: round 0 is due, which has 2 parts"
+        ProtocolError, match=f"part {part} of {parts} of update {number}: update 0 is due, which has 2 parts"
     ):
-        rounds.add(number, part, parts, Push({}))
+        aggregator.add(number, part, parts, Push({}))

@@ -8,9 +8,9 @@ import pytest
 
 from lockstep import ClusterError
 from lockstep._errors import PEER_LOST
-from lockstep.parameter_server.variables.sharding import plan_shards
-from lockstep.parameter_server.variables.variable_client import VariableClient
-from tests.parameter_server.variables.threaded_servers import DEADLINE, SPECS, peer, values_of
+from lockstep.parameter_server.sharding import plan_shards
+from lockstep.parameter_server.variable_client import VariableClient
+from tests.parameter_server.threaded_servers import DEADLINE, SPECS, peer, values_of
 
 PROGRAM = Path(__file__).with_name("program.py")
 

@@ -17,8 +17,8 @@ import numpy as np
 
 from lockstep._arrays import ArraySpec
 from lockstep._errors import OptionError, whole_number
-from lockstep.parameter_server.variables.sharding import variable_name
-from lockstep.parameter_server.variables.sparse_rows import Gradient, SparseGradient, mean_gradient, pad_rows
+from lockstep.parameter_server.sharding import variable_name
+from lockstep.parameter_server.sparse_rows import Gradient, SparseGradient, mean_gradient, pad_rows
 
 OPTIMIZER = "optimizer/"  # Prefix of the optimizer's variables, which are numbered, among the names of variables.
 
@@ -83,7 +83,7 @@ class VariableStore:
     Example:
         >>> import keras, numpy as np
         >>> from lockstep._arrays import ArraySpec
-        >>> from lockstep.parameter_server.variables.variable_store import Push, VariableStore
+        >>> from lockstep.parameter_server.variable_store import Push, VariableStore
         >>> store = VariableStore([ArraySpec("w", (2,), "float32")], keras.optimizers.SGD(0.5))
         >>> store.fill({"w": np.float32([1, 2])})
         >>> store.apply([Push({"w": np.float32([1, 0])})])

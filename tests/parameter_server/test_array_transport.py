@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 from lockstep.distributed.control.handshake import make_session
 from lockstep.distributed.control.transport import ProtocolError
-from lockstep.parameter_server.variables.array_transport import (
+from lockstep.parameter_server.array_transport import (
     MAX_HEAD_BYTES,
     ArrayConnection,
     ConnectionLostError,
 )
-from tests.parameter_server.variables.threaded_servers import DEADLINE
+from tests.parameter_server.threaded_servers import DEADLINE
 
 
 def pair(*, authenticated=False, **options):

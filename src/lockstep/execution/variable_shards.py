@@ -1,6 +1,6 @@
-"""Sharded variables: each device keeps a shard of every large variable and gathers it where a forward pass uses it.
+"""``shard="variables"`` and ``shard="optimizer"``: each device keeps a shard of every large variable, or of the optimizer's.
 
-The transpose of a gather is a reduce-scatter, so a device also gets only its shard of a gradient, and the update runs on shards. Source:
+A sharded variable is gathered where a forward pass uses it. The transpose of a gather is a reduce-scatter, so a device also gets only its shard of a gradient, and the update runs on shards. Source:
 Rajbhandari et al., "ZeRO" (2020), stage 3. Both are explicit collectives inside of ``shard_map``; the partitioner of XLA decides nothing
 about them.
 """
@@ -36,6 +36,17 @@ SEPARATE_COLLECTIVES = {
 Shard = Literal["optimizer", "variables"] | None
 Recompute = str | Callable[[keras.Layer], bool] | None
 Axes = tuple[int | None, ...]  # for each variable the axis along which it is sharded; None: it is whole
+
+
+def state_shardings(state: Any, placement: Placement, shard: Shard) -> Any:
+    """Return the shardings of a state: trainable and non-trainable variables, for training those of the optimizer, and metrics."""
+    variables, optimizer = shard == "variables", shard is not None
+    of_training, of_evaluation = (variables, variables, optimizer, False), (variables, variables, False)
+    is_sharded = of_training if len(state) == 4 else of_evaluation[: len(state)]  # Predictions have no metrics.
+    return tuple(
+        [placement.slice_sharding(value.shape) for value in part] if sharded else placement.replicated
+        for part, sharded in zip(state, is_sharded, strict=True)
+    )
 
 
 def shard_axes(values: Sequence[Any], placement: Placement) -> Axes:
@@ -176,7 +187,7 @@ class ModelLayout:
 
         Example:
             >>> import lockstep
-            >>> from lockstep.execution.gathered_variables import ModelLayout, VariableLayout
+            >>> from lockstep.execution.variable_shards import ModelLayout, VariableLayout
             >>> kernel = VariableLayout("up/kernel", "model", (64, 256), 65536, (None, "model"), 16384)
             >>> ModelLayout(4, (kernel,)).rules()
             {'up/kernel': (None, 'model')}

@@ -12,11 +12,11 @@ import pytest
 from lockstep import ClusterError
 from lockstep._arrays import ArraySpec
 from lockstep._errors import NO_PROGRESS, PEER_LOST
-from lockstep.parameter_server.variables.sharding import FixedShardsPartitioner, plan_shards
-from lockstep.parameter_server.variables.sparse_rows import SparseGradient
-from lockstep.parameter_server.variables.variable_client import BatchPart
-from lockstep.parameter_server.variables.variable_store import OPTIMIZER, Push, VariableStore
-from tests.parameter_server.variables.threaded_servers import DEADLINE, SPECS, Servers, values_of
+from lockstep.parameter_server.sharding import FixedShardsPartitioner, plan_shards
+from lockstep.parameter_server.sparse_rows import SparseGradient
+from lockstep.parameter_server.variable_client import BatchPart
+from lockstep.parameter_server.variable_store import OPTIMIZER, Push, VariableStore
+from tests.parameter_server.threaded_servers import DEADLINE, SPECS, Servers, values_of
 from tests.support.waiting import wait_until
 
 
@@ -120,7 +120,7 @@ def test_a_reassigned_batch_counts_once_on_each_server():
         assert [each["updates"] for each in chief.statistics()] == [1, 1]
 
 
-def test_parts_of_a_round_make_one_update_whoever_pushes_them_in_whatever_order():
+def test_parts_of_a_batch_make_one_update_whoever_pushes_them_in_whatever_order():
     adam = lambda: keras.optimizers.Adam(0.1)  # noqa: E731
     parts = [values_of(seed=seed) for seed in (1, 2, 3)]
     pushes = [Push(part, weight) for part, weight in zip(parts, (2, 2, 1), strict=True)]
@@ -360,8 +360,8 @@ WRONG = {
     "rows of a number": ({"kind": "push"}, {"gradient/scale": None, "indices/scale": np.int32([0])}, "at most 0 rows"),
     "a weight of nothing": ({"kind": "push", "weight": 0}, {}, "weight: expected a number above 0, got '0'"),
     "a task of text": ({"kind": "push", "task": "one"}, {}, "task: expected a whole number"),
-    "a round to come": ({"kind": "push", "round": 5, "part": 0, "parts": 1}, {}, "round 0 is due"),
-    "a part without a number": ({"kind": "push", "round": 0, "parts": 1}, {}, "part: expected a whole number"),
+    "an update to come": ({"kind": "push", "update": 5, "part": 0, "parts": 1}, {}, "update 0 is due"),
+    "a part without a number": ({"kind": "push", "update": 0, "parts": 1}, {}, "part: expected a whole number"),
     "no gradient": ({"kind": "push"}, {"gradient/table": None}, "lacks the gradient of 'table'"),
     "an unknown word": ({"kind": "sing"}, {}, "there is no 'sing'"),
 }

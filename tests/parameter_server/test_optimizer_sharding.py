@@ -7,10 +7,10 @@ import pytest
 
 from lockstep import OptionError
 from lockstep._arrays import ArraySpec
-from lockstep.parameter_server.variables.optimizer_sharding import OptimizerState, check_optimizer
-from lockstep.parameter_server.variables.sharding import FixedShardsPartitioner, plan_shards
-from lockstep.parameter_server.variables.variable_store import Push, VariableStore, make_variable
-from tests.parameter_server.variables.threaded_servers import Servers, values_of
+from lockstep.parameter_server.optimizer_sharding import OptimizerState, check_optimizer
+from lockstep.parameter_server.sharding import FixedShardsPartitioner, plan_shards
+from lockstep.parameter_server.variable_store import Push, VariableStore, make_variable
+from tests.parameter_server.threaded_servers import Servers, values_of
 from tests.support.marks import quick_first
 
 # The first two have one name where "/" counts as "_"; one name stands in many places; paths begin with others.

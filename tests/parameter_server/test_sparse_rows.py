@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 
 from lockstep.parameter_server.gradient_step import specs_of
-from lockstep.parameter_server.variables.sharding import FixedShardsPartitioner
-from lockstep.parameter_server.variables.sparse_rows import (
+from lockstep.parameter_server.sharding import FixedShardsPartitioner
+from lockstep.parameter_server.sparse_rows import (
     EmbeddingRows,
     SparseGradient,
     TouchedRows,
     sparsify,
     tables_of,
 )
-from tests.parameter_server.variables.threaded_servers import Servers
+from tests.parameter_server.threaded_servers import Servers
 from tests.support.marks import quick_first
 
 HEIGHT, WIDTH, BATCH, LENGTH = 2000, 8, 6, 5

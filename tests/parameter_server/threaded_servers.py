@@ -8,9 +8,9 @@ import numpy as np
 
 from lockstep._arrays import ArraySpec
 from lockstep.distributed.control.handshake import Peer
-from lockstep.parameter_server.variables.sharding import plan_shards
-from lockstep.parameter_server.variables.variable_client import VariableClient
-from lockstep.parameter_server.variables.variable_server import serve
+from lockstep.parameter_server.sharding import plan_shards
+from lockstep.parameter_server.variable_client import VariableClient
+from lockstep.parameter_server.variable_server import serve
 
 DEADLINE = 30.0  # seconds, of each wait of a test
 

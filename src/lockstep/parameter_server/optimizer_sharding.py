@@ -19,8 +19,8 @@ from lockstep._arrays import ArraySpec
 from lockstep._errors import OptionError
 from lockstep._keras import trainer
 from lockstep._keras.patches import OPTIMIZER_SLOTS, install
-from lockstep.parameter_server.variables.sharding import Shard, ShardingPlan
-from lockstep.parameter_server.variables.variable_store import NO_RULES, OPTIMIZER, UpdateRules, make_variable
+from lockstep.parameter_server.sharding import Shard, ShardingPlan
+from lockstep.parameter_server.variable_store import NO_RULES, OPTIMIZER, UpdateRules, make_variable
 
 _MARK = re.compile(r"<(\d+)>")  # In a name: number of the variable that it was made from.
 _NEED_WHOLE_VARIABLES = (keras.optimizers.Adafactor, keras.optimizers.Lamb, keras.optimizers.Muon)
@@ -112,9 +112,9 @@ class OptimizerState:
 
     Example:
         >>> import keras, numpy as np
-        >>> from lockstep.parameter_server.variables.optimizer_sharding import OptimizerState
+        >>> from lockstep.parameter_server.optimizer_sharding import OptimizerState
         >>> from lockstep._arrays import ArraySpec
-        >>> from lockstep.parameter_server.variables.sharding import plan_shards
+        >>> from lockstep.parameter_server.sharding import plan_shards
         >>> optimizer = keras.optimizers.SGD(0.5, momentum=0.9)
         >>> optimizer.build([keras.Variable(np.zeros((4, 2), "float32"), name="w")])
         >>> plan = plan_shards([ArraySpec("w", (4, 2), "float32")], 2, lambda shape, dtype: [2, 1])
@@ -139,7 +139,7 @@ class OptimizerState:
         self._locations = sorted(self._locate(slots, plan), key=lambda location: location.slot.number)
 
     def split(self, values: Sequence[Any]) -> list[dict[str, np.ndarray]]:
-        """Return for each server what :meth:`lockstep.parameter_server.variables.variable_store.VariableStore.fill` takes besides values.
+        """Return for each server what :meth:`lockstep.parameter_server.variable_store.VariableStore.fill` takes besides values.
 
         Args:
             values: values of ``optimizer.variables``, in their order.
@@ -156,7 +156,7 @@ class OptimizerState:
         """Return the values of ``optimizer.variables``, in their order. Those that belong to no variable are taken from server 0.
 
         Args:
-            states: for each server its arrays by name, as :meth:`lockstep.parameter_server.variables.variable_client.VariableClient.state` gives them.
+            states: for each server its arrays by name, as :meth:`lockstep.parameter_server.variable_client.VariableClient.state` gives them.
 
         Raises:
             OptionError: shards of one variable have different values of a slot that exists once for the whole variable.

@@ -7,10 +7,10 @@ import sys
 
 import keras
 
-from lockstep.parameter_server.variables.sharding import plan_shards
-from lockstep.parameter_server.variables.variable_client import VariableClient
-from lockstep.parameter_server.variables.variable_server import serve
-from tests.parameter_server.variables.threaded_servers import DEADLINE, SPECS, peer
+from lockstep.parameter_server.sharding import plan_shards
+from lockstep.parameter_server.variable_client import VariableClient
+from lockstep.parameter_server.variable_server import serve
+from tests.parameter_server.threaded_servers import DEADLINE, SPECS, peer
 from tests.support.telling import tell
 
 

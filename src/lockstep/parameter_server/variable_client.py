@@ -8,34 +8,31 @@ import numpy as np
 from lockstep._errors import ClusterError
 from lockstep._logging import log_info
 from lockstep.distributed.control.handshake import Peer
-from lockstep.parameter_server.variables.array_transport import CheckRequest, Message
-from lockstep.parameter_server.variables.rpc_client import (
+from lockstep.parameter_server.array_transport import CheckRequest, Message
+from lockstep.parameter_server.messages import (
     INDICES,
     VALUE,
-    Response,
-    RpcClient,
-    check_no_arrays,
     check_only_values,
-    connect,
     encode_gradients,
     pull_response_check,
     strip_prefixes,
 )
-from lockstep.parameter_server.variables.sharding import Shard, ShardingPlan
-from lockstep.parameter_server.variables.sparse_rows import Gradient, gradient_of_shard
+from lockstep.parameter_server.rpc import Response, RpcClient, check_no_arrays, connect
+from lockstep.parameter_server.sharding import Shard, ShardingPlan
+from lockstep.parameter_server.sparse_rows import Gradient, gradient_of_shard
 
 
 @dataclass(frozen=True)
 class BatchPart:
-    """Part of a global batch in synchronous training: see :class:`lockstep.parameter_server.variables.variable_server.SyncAggregator`.
+    """Part of a global batch in synchronous training: see :class:`lockstep.parameter_server.variable_server.SyncAggregator`.
 
     Args:
-        round: number of the update.
+        update: number of the update.
         part: number of the part.
         parts: number of parts.
     """
 
-    round: int
+    update: int
     part: int
     parts: int
 
@@ -130,7 +127,7 @@ class VariableClient:
         """
         rows = rows or {}
         message = {"kind": "pull", "seconds": self._timeout, "will_push": will_push}
-        message |= {} if part is None else {"round": part.round}
+        message |= {} if part is None else {"update": part.update}
         requested = [_encode_row_request(self._plan.shards_at(n), rows) for n in range(self._plan.servers)]
         checks = [pull_response_check(one, self._plan.specs_at(number)) for number, one in enumerate(requested)]
         replies = self._send_all([message] * len(requested), requested, checks)
@@ -168,14 +165,14 @@ class VariableClient:
             )
             for number in range(self._plan.servers)
         ]
-        about = {} if part is None else {"round": part.round, "part": part.part, "parts": part.parts}
+        about = {} if part is None else {"update": part.update, "part": part.part, "parts": part.parts}
         about |= {} if task is None else {"task": task, "below": below}
         messages = [{"kind": "push", "weight": weight, "pulled": version, **about} for version in self.versions]
         return [reply for reply, _ in self._send_all(messages, arrays)]
 
     def pause(self) -> None:
         """Tell the servers that this worker has no task until it pulls again, so that the staleness bound ignores it."""
-        self._request_all("rest")
+        self._request_all("pause")
 
     def state(self) -> list[tuple[int, dict[str, np.ndarray]]]:
         """Return for each server the number of its updates, and all arrays of its variables and optimizer."""

@@ -1,1 +1,0 @@
-"""Variables on parameter servers: servers hold them and apply the optimizer; workers pull values and push gradients."""
