@@ -364,7 +364,7 @@ DIFFERENT_FROM_KERAS = {
 }
 KERAS_VALUES = (
     *(None, True, 0, 1, -1, 10**30, 1.5, math.nan, "8", [], {}, nested(), [1], {1: 2}, object(), lambda *args: None),
-    *(np.int64(3), np.zeros(0), np.asarray(["a"]), np.asarray([None])),
+    *({None: []}, np.int64(3), np.zeros(0), np.asarray(["a"]), np.asarray([None])),
 )
 
 

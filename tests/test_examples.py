@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.support.processes import STARTUP
 from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).parents[1]
@@ -41,7 +42,9 @@ def limits(steps):
 def run_cold(script, *arguments, steps, timeout, launcher=()):
     """Run an example of several processes in an interpreter of its own; gives what it has printed."""
     command = [sys.executable, *launcher, str(EXAMPLES / script), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=os.environ | limits(steps))
+    path = os.environ.get("PYTHONPATH", "").replace(STARTUP, "")  # An example may need what is blocked there.
+    environ = os.environ | limits(steps) | {"PYTHONPATH": path}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environ)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 

@@ -655,3 +655,30 @@ def test_masked_arrays_are_refused_like_by_keras():
     for given in ({"x": np.ma.array(x), "y": y}, {"x": x, "y": np.ma.array(y)}):
         with pytest.raises(lockstep.InputError, match=r"expected arrays, got a masked array, .* Fix: array.filled"):
             model.fit(**given, verbose=0)
+
+
+class OwnLoss(keras.Loss):
+    """A loss that needs no targets."""
+
+    def __call__(self, y_true, y_pred, sample_weight=None):
+        return keras.ops.mean(keras.ops.square(y_pred))
+
+
+@pytest.mark.parametrize("given", ["x", "validation_data"])
+def test_arrays_without_targets_are_refused_before_training_if_the_loss_needs_them(given):
+    model, _ = counting(Topology(2, 1))
+    x, y = data()
+    before, named = model.get_weights(), "y" if given == "x" else "validation_data"
+    with pytest.raises(lockstep.InputError, match=f"^fit: {named}: the loss of .* compares outputs with targets"):
+        model.fit(x, y if given == "validation_data" else None, validation_data=x, verbose=0)
+    assert all(map(np.array_equal, before, model.get_weights()))
+    with lockstep.MirroredStrategy(["cpu:0"], replicas=2).scope():
+        model = keras.Sequential([keras.layers.Dense(1)])
+        model.compile("sgd", OwnLoss())
+    assert len(model.fit(x, validation_data=x, verbose=0).history["val_loss"]) == 1
+
+
+def test_a_class_in_place_of_an_input_is_refused():
+    model, _ = counting(Topology(2, 1))
+    with pytest.raises(lockstep.InputError, match=r"fit: x: .* got the class PyDataset. Fix: pass PyDataset\(…\)"):
+        model.fit(keras.utils.PyDataset, verbose=0)

@@ -271,9 +271,9 @@ def outputs_of(model: keras.Model) -> list[Output] | None:
     return [_output(names, tensor) for names, tensor in zip(_output_names(graph), graph.outputs, strict=True)]
 
 
-def overrides_any(model: keras.Model, *methods: str) -> bool:
-    """Return whether the class of a model, or a base class that is not Keras's, defines one of these methods."""
-    owners = [next(cls for cls in type(model).__mro__ if name in vars(cls)) for name in methods]
+def overrides_any(one: Any, *methods: str) -> bool:
+    """Return whether the class of a model or another object of Keras, or a base class that is not Keras's, defines one of these methods."""
+    owners = [next(cls for cls in type(one).__mro__ if name in vars(cls)) for name in methods]
     return not all(is_keras_class(owner) for owner in owners)
 
 

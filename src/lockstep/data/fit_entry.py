@@ -23,6 +23,7 @@ import numpy as np
 from lockstep._errors import (
     InputError,
     OptionError,
+    check_depth,
     file_path,
     instance_of,
     real_number,
@@ -30,7 +31,7 @@ from lockstep._errors import (
     truth,
     whole_number,
 )
-from lockstep._keras import trainer
+from lockstep._keras import graph, trainer
 from lockstep._keras.patches import FIT_INPUT, install
 from lockstep._keras.trainer import interceptable
 from lockstep.data.cache import CachedSource, DeviceSource, FileBatchStore
@@ -235,6 +236,8 @@ class InputFactory:
         """Check the arguments of a call and wrap its data; then run Keras's method, with the hooks around it."""
         given = call.arguments
         check_call(name, given)
+        if name != "predict":
+            _check_targets(model, name, given)
         batch_size = given.get("batch_size")
         with ExitStack() as stack:
             opened = self._open_inputs(model, name, given, report, stack)
@@ -414,6 +417,7 @@ def check_call(name: str, given: dict[str, Any]) -> None:
 
 def _check_callbacks(name: str, callbacks: Any) -> None:
     if truth(name, callbacks):
+        check_depth(name, callbacks)
         for callback in _as_list(callbacks):
             if not callable(getattr(callback, "set_model", None)):
                 raise OptionError(f"{name}: expected keras.callbacks.Callback objects, got {shown(callback)}.")
@@ -425,7 +429,7 @@ def callbacks_in(arguments: Mapping[str, Any]) -> list[Any]:
 
 
 def _as_list(callbacks: Any) -> list[Any]:
-    given = list(callbacks.values()) if isinstance(callbacks, dict) else callbacks
+    given = keras.tree.flatten(callbacks) if isinstance(callbacks, dict) else callbacks
     return list(given) if isinstance(given, (list, tuple)) else [] if given is None else [given]
 
 
@@ -444,6 +448,32 @@ def _check_validation(name: str, given: dict[str, Any]) -> None:
         raise OptionError(
             f"{name}: validation_freq: expected a number of epochs or a list of epochs, got {shown(frequency)}."
         )
+
+
+def _check_targets(model: keras.Model, name: str, given: Mapping[str, Any]) -> None:
+    """Refuse arrays without targets if the model's loss needs them: Keras fails in the first step, or after an epoch of training.
+
+    Raises:
+        InputError: targets are missing.
+    """
+    losses = [loss for loss in keras.tree.flatten(getattr(model, "loss", None)) if loss is not None]
+    is_own = graph.overrides_any(model, "train_step", "test_step", "compute_loss", "stateless_compute_loss")
+    if (
+        not losses
+        or is_own
+        or any(isinstance(loss, keras.Loss) and graph.overrides_any(loss, "__call__") for loss in losses)
+    ):
+        return
+    arrays = {"y": (given.get("x"), given.get("y"))}
+    if given.get("validation_data") is not None:
+        arrays["validation_data"] = trainer.unpack_x_y_sample_weight(given["validation_data"])[:2]
+    for argument, (x, y) in arrays.items():
+        if y is None and all(isinstance(leaf, np.ndarray | jax.Array) for leaf in keras.tree.flatten(x)):
+            pair = "y" if argument == "y" else "(x, y)"
+            raise InputError(
+                f"{name}: {argument}: the loss of {model.name!r} compares outputs with targets, and there are none. Fix: pass {pair}, or "
+                "compile() without a loss."
+            )
 
 
 def _bytes_of_row(data: tuple[Any, ...]) -> float:

@@ -529,6 +529,10 @@ def check_data(argument: str, data: Any, *, is_arrays: bool = False, may_be_empt
         raise InputError(f"{argument}: expected arrays, or an object that yields batches, got {shown(data)}.{missing}")
     for leaf in leaves:
         is_array = isinstance(leaf, np.ndarray | np.generic | jax.Array)
+        if isinstance(leaf, type):
+            raise InputError(
+                f"{argument}: expected arrays, or an object that yields batches, got the class {leaf.__name__}. Fix: pass {leaf.__name__}(…)."
+            )
         if isinstance(leaf, (bool, int, float, complex, str, bytes)):
             raise InputError(f"{argument}: expected arrays, got {shown(data)}. Fix: convert lists with numpy.asarray.")
         if is_arrays and not is_array and not (trainer.can_convert_arrays(leaf) and getattr(leaf, "shape", None)):
