@@ -748,3 +748,128 @@ def test_texts_reach_a_function_that_merges():
 def test_run_refuses_values_that_no_device_can_hold(step, args, says):
     with pytest.raises(lockstep.OptionError, match=says):
         make(2).run(step, args)
+
+
+# --- replicas whose numbers of rows differ -------------------------------------------------------------------------------
+
+
+class Film(keras.Model):
+    """Normalizes rows that are shifted by what all replicas share, which comes first in the inputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.normalization = layers.BatchNormalization(momentum=0.0)
+
+    def build(self, *_):
+        self.normalization.build((None, 1))
+        self.built = True
+
+    def call(self, inputs, training=None):
+        return self.normalization(inputs["x"] + ops.mean(inputs["codes"]), training=training)
+
+
+@pytest.mark.parametrize("rows", [[0, 0, 9], [9]])
+def test_statistics_are_weighted_by_the_rows_and_not_by_a_shared_input(rows):
+    strategy = make(2, 2)
+    with strategy.scope():
+        model = Film()
+        model.build()
+    trainable, state = ([x.value for x in part] for part in (model.trainable_variables, model.non_trainable_variables))
+
+    def step(trainable, state, codes, x):
+        return model.stateless_call(trainable, state, {"codes": codes, "x": x}, training=True)[1]
+
+    x = np.asarray(rows, "float32")[:, None]
+    found = strategy.run(step, (trainable, state, np.zeros((4, 1), "float32"), one_batch(strategy, x)))
+    np.testing.assert_allclose(found[0], x.mean(0), rtol=1e-6)
+
+
+def test_a_compiled_function_gathers_what_each_call_gives():
+    strategy = make(2)
+
+    def value(*rows):
+        return strategy.experimental_distribute_values_from_function(
+            lambda context: np.full(
+                rows[context.replica_id_in_sync_group], 10.0 * (1 + context.replica_id_in_sync_group)
+            )
+        )
+
+    def step(x, y):
+        join = jax.jit(lambda v: get_replica_context().all_gather(v, 0))
+        return join(x), join(y)
+
+    first, second = strategy.run(step, (value(3, 1), value(3, 2)))
+    assert first.tolist() == [10, 10, 10, 20]
+    assert second.tolist() == [10, 10, 10, 20, 20]
+    first, second = strategy.run(step, (one_batch(strategy, np.arange(3.0)), np.zeros(2)))
+    assert (first.tolist(), second.tolist()) == ([0, 1, 2], [0, 0, 0, 0])
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5])
+def test_outputs_of_all_replicas_are_in_the_loss_of_each(rows):
+    """A replica without rows syncs in the backward pass, too."""
+    strategy = make(2)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((3,)), layers.Dense(2)])
+    weights = [variable.value for variable in model.trainable_variables]
+    x = np.random.default_rng(0).normal(size=(rows, 3)).astype("float32")
+
+    def loss(weights, x, join=lambda z: z):
+        z = model.stateless_call(weights, [], x)[0]
+        return (z @ join(z).T).sum()
+
+    def step(weights, x):
+        context = get_replica_context()
+        return context.all_reduce("SUM", jax.grad(loss)(weights, x, lambda z: context.all_gather(z, 0)))
+
+    found = strategy.run(step, (weights, one_batch(strategy, x)))
+    for mine, expected in zip(found, jax.grad(loss)(weights, x), strict=True):
+        np.testing.assert_allclose(mine, expected, rtol=1e-5, atol=1e-6)
+
+
+def other_results(x):
+    return {"loss": x.sum()} if len(x) else {"accuracy": x.sum()}
+
+
+def other_sums(x):
+    return get_replica_context().all_reduce("SUM", other_results(x))
+
+
+@pytest.mark.parametrize(("step", "what"), [(other_results, "return"), (other_sums, r"give to all_reduce\(SUM\)")])
+def test_trees_that_differ_between_replicas_are_refused(step, what):
+    strategy = make(2)
+    with pytest.raises(lockstep.ModelError, match=rf"replicas \[0\] {what} .*loss.*, \[1\] .*accuracy.*Fix: "):
+        strategy.run(step, (one_batch(strategy, np.ones(1)),))
+
+
+def test_arrays_that_a_function_makes_do_not_tell_replicas_apart():
+    strategy = make(2)
+
+    def step(weight, x):
+        rate = jnp.interp(weight, jnp.array([0.0, 10.0]), jnp.array([0.0, 0.1]))
+        return weight - rate * get_replica_context().all_reduce("SUM", x.sum())
+
+    found = [strategy.run(step, (2.0, one_batch(strategy, np.ones(rows, "float32")))) for rows in (4, 3)]
+    np.testing.assert_allclose(found, [2 - 0.02 * 4, 2 - 0.02 * 3], rtol=1e-6)
+
+
+class Scale:
+    """A callback whose text is always the same."""
+
+    def __init__(self, factor):
+        self.factor = factor
+
+    def __repr__(self):
+        return "Scale"
+
+    def __call__(self, weight):
+        return np.asarray(weight * self.factor, "float32")
+
+
+def test_a_callback_that_depends_on_the_rows_has_a_value_for_each_replica():
+    strategy = make(2)
+
+    def step(x, weight):
+        return jax.pure_callback(Scale(len(x)), jax.ShapeDtypeStruct((), "float32"), weight)
+
+    assert numbers(strategy.run(step, (one_batch(strategy, np.ones(3)), np.float32(2)))) == [4.0, 2.0]

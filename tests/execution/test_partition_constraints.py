@@ -78,6 +78,15 @@ def pooled_in_a_loop(x):
     return lax.scan(lambda total, _: (total + max_pooled(jnp.tanh(total)), None), x, None, length=2)[0]
 
 
+def padded_with_two_values(x):
+    rows = ((1, 0), (0, 0))
+    return (ops.pad(x, rows) - ops.pad(x, rows, constant_values=1.0))[:-1] + x
+
+
+def accumulated_twice(x):
+    return ops.cumsum(x, 0) + ops.cumprod(x, 0)
+
+
 WRONG = [
     convolved_rows,
     max_pooled,
@@ -87,6 +96,8 @@ WRONG = [
     sorted_within_rows,
     median,
     pooled_in_a_loop,
+    padded_with_two_values,
+    accumulated_twice,
 ]
 
 

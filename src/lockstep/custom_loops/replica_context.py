@@ -1,8 +1,8 @@
 """The context of one replica inside ``strategy.run``, and Keras models that are called there."""
 
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
@@ -52,9 +52,11 @@ class ReplicaContext:
         strategy: strategy of the replica.
         replica_id: number of the replica, ``int32 ()``; one trace serves many replicas, so it is not a Python number.
         gathered_shapes: maps the shape that this replica gives to an ``all_gather`` to the shapes of all replicas.
+        lengths: lengths of this replica's own arguments along their first axis, among them its number of rows.
 
     Attributes:
         trace: identifies the trace of this replica.
+        later_traces: tells what is traced after an ``all_gather`` from what is traced before, as long as this replica runs.
 
     Example:
         >>> import lockstep
@@ -66,8 +68,11 @@ class ReplicaContext:
         3
     """
 
-    def __init__(self, strategy: Any, replica_id: Any, gathered_shapes: Callable[[Any], list[Any]]) -> None:
-        self.strategy, self.trace = strategy, object()
+    def __init__(
+        self, strategy: Any, replica_id: Any, gathered_shapes: Callable[[Any], list[Any]], lengths: Iterable[int] = ()
+    ) -> None:
+        self.strategy, self.trace, self.lengths = strategy, object(), frozenset(lengths)
+        self.later_traces = ExitStack()
         self.replica_id_in_sync_group = replica_id
         self._gathered_shapes = gathered_shapes
 
@@ -97,14 +102,19 @@ class ReplicaContext:
         check_arrays("all_reduce", value)
         leaves, structure = jax.tree.flatten(value)
         leaves = [as_floating(leaf) if op is ReduceOp.MEAN else bools_as_integers(leaf) for leaf in leaves]
-        return jax.tree.unflatten(structure, self._reduced(op, leaves))
+        return jax.tree.unflatten(structure, self._reduced(op, leaves, structure=structure))
 
     def _sum_of_state(self, leaves: list[Any]) -> list[Any]:
         """Return sums over the replicas in the dtypes of the arrays, whichever operation adds gradients."""
         return self._reduced(ReduceOp.SUM, leaves, ops=AutoAllReduce())
 
     def _reduced(
-        self, op: ReduceOp, leaves: list[Any], joined_along: int | None = None, ops: CrossDeviceOps | None = None
+        self,
+        op: ReduceOp,
+        leaves: list[Any],
+        joined_along: int | None = None,
+        ops: CrossDeviceOps | None = None,
+        structure: Any = None,
     ) -> list[Any]:
         """Return sums or means over the replicas, by the strategy's operation or ``ops``.
 
@@ -118,7 +128,7 @@ class ReplicaContext:
             sums = sum_over_replicas(values, count, add)
             return [total / count for total in sums] if op is ReduceOp.MEAN else sums
 
-        sync_point = SyncPoint(f"all_reduce({op.name})", combine, is_linear=True)
+        sync_point = SyncPoint(f"all_reduce({op.name})", combine, is_linear=True, structure=structure)
         return sync(sync_point, leaves, [jax.typeof(leaf) for leaf in leaves])
 
     def all_gather(self, value: Any, axis: int) -> Any:
@@ -152,6 +162,8 @@ class ReplicaContext:
         check_axis("all_gather", value.shape, axis)
         axis %= value.ndim
         lengths = [(*shape, *[0] * value.ndim)[axis] for shape in self._gathered_shapes(value.shape)]
+        # JAX may not reuse the trace of a compiled function around this: the other replicas' lengths differ from call to call.
+        self.later_traces.enter_context(trace_context(object()))
         starts = jnp.asarray([sum(lengths[:replica]) for replica in range(len(lengths))])
         empty = jnp.zeros((*value.shape[:axis], sum(lengths), *value.shape[axis + 1 :]), value.dtype)
         # Each replica fills in its own part, and the parts add up: a sum can be differentiated as it stands.
@@ -204,7 +216,7 @@ class ReplicaContext:
         every = [_stacked_shape(jax.typeof(leaf), self.num_replicas_in_sync) for leaf in leaves]
         shapes = [_replica_shape(shape) for shape in jax.eval_shape(combine, every)]
         name = f"merge_call of {others}" if others else "merge_call"
-        found = sync(SyncPoint(name, combine), leaves, shapes)
+        found = sync(SyncPoint(name, combine, structure=structure), leaves, shapes)
         return jax.tree.unflatten(returned[0], found)
 
     def _check_is_running(self, method: str) -> None:
@@ -233,7 +245,8 @@ def _replica_shape(result: Any) -> Any:
 def in_context(strategy: Any, replica: ReplicaContext | None) -> Iterator[None]:
     """Set the context to a replica of ``strategy`` or, with None, to its cross-replica context."""
     trace = replica.trace if replica else strategy.num_replicas_in_sync
-    with value_in_context(_context, (strategy, replica)), trace_context(trace):
+    later = replica.later_traces if replica else nullcontext()
+    with value_in_context(_context, (strategy, replica)), trace_context(trace), later:
         yield
 
 
@@ -317,10 +330,12 @@ class _CallOnReplica:
         replica = context.replica_id_in_sync_group
         own = with_replica_seeds(non_trainable, merges, replica)
         outputs, state, *losses = self.original(trainable, own, *args, **kwargs)
-        rows = next(leaf.shape[0] for leaf in jax.tree.leaves((args, kwargs)) if jnp.ndim(leaf))
+        found = [leaf.shape[0] for leaf in jax.tree.leaves((args, kwargs)) if is_array(leaf) and leaf.ndim]
+        rows = next((length for length in found if length in context.lengths), found[0])  # Not that of a shared array.
         if not rows:  # A mean over no rows is NaN, and so would be its gradient.
-            outputs = jax.tree.map(lambda leaf: copy_keras_mask(leaf, jax.lax.stop_gradient(leaf)), outputs)
-            losses = [_zero_row_losses(self.model, own_losses) for own_losses in losses]
+            zero = _zero_of((trainable, args, kwargs))
+            outputs = jax.tree.map(lambda leaf: copy_keras_mask(leaf, _constant(leaf, zero)), outputs)
+            losses = [_zero_row_losses(self.model, own_losses, zero) for own_losses in losses]
         changed = [i for i, (new, old) in enumerate(zip(state, own, strict=True)) if new is not old]
         if not changed:
             return outputs, list(non_trainable), *losses
@@ -332,20 +347,33 @@ class _CallOnReplica:
         return outputs, merged, *losses
 
 
-def _zero_row_losses(model: keras.Model, losses: list[Any]) -> list[Any]:
+def _zero_of(tree: Any) -> jax.Array:
+    """Return a zero whose derivative is zero too, but known to JAX only at run time: replicas without rows sync like the others."""
+    arrays = [leaf for leaf in jax.tree.leaves(tree) if is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)]
+    return sum(
+        (jnp.sum(jnp.ravel(array)[:0]).real.astype("float32") for array in arrays), start=jnp.zeros((), "float32")
+    )
+
+
+def _constant(leaf: jax.Array, zero: jax.Array) -> jax.Array:
+    """Return an output without a gradient."""
+    constant = jax.lax.stop_gradient(leaf)
+    return constant + zero.astype(leaf.dtype) if jnp.issubdtype(leaf.dtype, jnp.inexact) else constant
+
+
+def _zero_row_losses(model: keras.Model, losses: list[Any], zero: jax.Array) -> list[Any]:
     """Set the losses over rows to 0; Keras puts those of weights at the end."""
     of_weights = sum(variable.regularizer is not None for variable in model.trainable_weights)
     of_rows = len(losses) - of_weights
-    return [jnp.zeros_like(loss) if i < of_rows else loss for i, loss in enumerate(losses)]
+    return [_constant(jnp.zeros_like(loss), zero) if i < of_rows else loss for i, loss in enumerate(losses)]
 
 
 def _share(new: jax.Array, old: Any, merge: StateMerge, replica: jax.Array, rows: int) -> jax.Array:
     """Return a replica's contribution to the sum over all replicas: zeros if it has no rows."""
     new = jax.lax.stop_gradient(new) if jnp.issubdtype(new.dtype, jnp.inexact) else new
     if merge is StateMerge.MEAN:
-        return (
-            new.astype(jnp.promote_types(new.dtype, jnp.float32)) * rows if rows else jnp.zeros(new.shape, jnp.float32)
-        )
+        wide = jnp.promote_types(new.dtype, jnp.float32)
+        return new.astype(wide) * rows if rows else jnp.zeros(new.shape, wide)
     if merge is StateMerge.SUM:
         return new - old if rows else jnp.zeros_like(new)
     return jnp.where(replica == 0, new, jnp.zeros_like(new))

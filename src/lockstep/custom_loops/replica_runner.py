@@ -26,6 +26,7 @@ from lockstep.execution.jaxpr_utils import constants_within, inline_calls, subpr
 Replicas = tuple[int, ...]
 Shapes = list[list[Any]]  # for each all_gather, in order: the shape that each replica gives to it
 Origins = dict[tuple[Any, ...], int]  # A number for each way in which a shared value was computed, and from what.
+_SMALL = 1 << 16  # bytes; larger constants are compared by identity only
 Function = Callable[[jax.Array, list[Any], Callable[[Any], list[Any]]], Any]
 
 
@@ -37,11 +38,13 @@ class SyncPoint:
         name: for errors; all replicas must reach sync points of the same names in the same order.
         combine: ``(values) -> results``, lists in which each entry is a :class:`PerReplica`, or an array that all share.
         is_linear: whether it adds values with the same factors on each replica, so that it is its own derivative.
+        structure: tree structure of what the replica gives to it; the same on all replicas.
     """
 
     name: str
     combine: Callable[[list[Any]], list[Any]]
     is_linear: bool = False
+    structure: Any = None
 
 
 sync_p = Primitive("lockstep_sync")
@@ -111,17 +114,35 @@ def run_on_replicas(function: Function, leaves: list[Any], placement: Placement)
         shapes = seen  # Trace again: the results of an all_gather depend on the shapes of the other groups.
         batches = [_ReplicaBatch(function, leaves, group, placement, shapes, origins) for group in groups]
     names = [[sync_point.name for sync_point in batch.sync_points] for batch in batches]
-    for group, own in zip(groups, names, strict=True):
+    for group, own, batch in zip(groups, names, batches, strict=True):
         if own != names[0]:
             raise ModelError(
                 f"strategy.run: replicas do not sync in the same order: {list(groups[0])} reach {names[0]}, {list(group)} reach "
                 f"{own}. Fix: remove what makes it depend on the shapes of a replica's values."
             )
+        _check_structures(batches[0], batch)
     for position, sync_point in enumerate(batches[0].sync_points):
         _run_sync_point(batches, position, sync_point)
     for batch in batches:
         batch.advance(len(batch.sync_points))
     return jax.tree.unflatten(batches[0].structure, _results(batches))
+
+
+def _check_structures(first: "_ReplicaBatch", other: "_ReplicaBatch") -> None:
+    """Refuse replicas whose results, or values at a sync point, are another tree: values would be paired by position."""
+    pairs: list[tuple[str, Any, Any]] = []
+    for mark, own in zip(first.sync_equations, other.sync_equations, strict=True):
+        name = mark.params["sync_point"].name
+        pairs += [
+            (f"give to {name}", mark.params["sync_point"].structure, own.params["sync_point"].structure),
+            (f"give to {name}", f"{len(mark.invars)} arrays", f"{len(own.invars)} arrays"),
+        ]
+    for what, expected, found in [*pairs, ("return", first.structure, other.structure)]:
+        if expected != found:
+            raise ModelError(
+                f"strategy.run: replicas {list(first.replicas)} {what} {expected}, {list(other.replicas)} {found}. Fix: let the tree "
+                "not depend on the shapes of a replica's values."
+            )
 
 
 def _replica_groups(leaves: list[Any], replicas: int) -> list[Replicas]:
@@ -194,7 +215,7 @@ class _ReplicaBatch:
             v: self.number_of("argument", i) for i, v in enumerate(self.jaxpr.invars) if v not in self.varying
         }
         self.origin |= {
-            v: self.number_of("constant", id(value))
+            v: self.number_of("constant", *_identity(value))
             for v, value in zip(self.jaxpr.constvars, closed.consts, strict=True)
         }
         self.constant = set(self.jaxpr.constvars)
@@ -234,7 +255,11 @@ class _ReplicaBatch:
                 self.varying.update(equation.outvars)
             else:
                 shared.append(equation)
-                function = (str(equation.primitive), str(equation.params), *map(id, constants_within(equation.params)))
+                function = (
+                    str(equation.primitive),
+                    str(equation.params),
+                    *map(_identity, constants_within(equation.params)),
+                )
                 source = (function, *map(self.origin_of, equation.invars))
                 self.origin.update({var: self.number_of(*source, i) for i, var in enumerate(equation.outvars)})
                 if all(map(self.is_constant, equation.invars)):
@@ -334,6 +359,14 @@ def _split_at_syncs(equations: Iterable[JaxprEqn]) -> tuple[list[list[JaxprEqn]]
 def _shape(value: Any, is_varying: bool) -> jax.ShapeDtypeStruct:
     aval = jax.typeof(value)
     return jax.ShapeDtypeStruct(aval.shape[1:] if is_varying else aval.shape, aval.dtype, weak_type=aval.weak_type)
+
+
+def _identity(constant: Any) -> tuple[Any, ...]:
+    """Return what tells constants of two traces apart: the numbers of small arrays, since each trace makes its own."""
+    is_known = isinstance(constant, (np.ndarray, jax.Array)) and not isinstance(constant, jax.core.Tracer)
+    if not is_known or constant.nbytes > _SMALL or jnp.issubdtype(constant.dtype, jax.dtypes.extended):
+        return (id(constant),)
+    return (constant.shape, str(constant.dtype), np.asarray(constant).tobytes())
 
 
 def _refuse_nested(where: str) -> Any:

@@ -187,7 +187,10 @@ class StrategyApi:
         known = self._variables_read(call)[: len(read)] if read else []
 
         def on_replica(replica: jax.Array, own: list[Any], gathered_shapes: Callable[[Any], list[Any]]) -> Any:
-            context, access = ReplicaContext(self, replica, gathered_shapes), _VariableAccess(known, own[len(values) :])
+            pairs = zip(values, own, strict=False)
+            lengths = [mine.shape[0] for value, mine in pairs if is_per_replica(value) and mine.ndim]
+            context = ReplicaContext(self, replica, gathered_shapes, lengths)
+            access = _VariableAccess(known, own[len(values) :])
             with in_context(self, context), self._models_in_replica(), access:
                 found = call(own[: len(values)])
             access.refuse_assignments()

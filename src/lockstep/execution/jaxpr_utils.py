@@ -95,6 +95,8 @@ def constants_within(params: Mapping[str, Any]) -> Iterator[Any]:
     for value in jax.tree.leaves(list(params.values())):
         if isinstance(value, ClosedJaxpr):
             yield from value.consts
+        if hasattr(value, "callback_func"):  # of jax.pure_callback: an object's text need not tell what it computes
+            yield value.callback_func
         for jaxpr in jaxprs_in_params({"": value}):
             atoms = [*jaxpr.outvars, *(atom for equation in jaxpr.eqns for atom in equation.invars)]
             yield from (atom.val for atom in atoms if isinstance(atom, Literal) and np.ndim(atom.val))

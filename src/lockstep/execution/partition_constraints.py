@@ -30,6 +30,7 @@ _WINDOWS = (
     "select_and_scatter_add",
     "select_and_gather_add",
 )
+_CUMULATIVE = ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
 _SLICES = {"dynamic_slice": 1, "dynamic_update_slice": 2}  # position of the first start among the arguments
 
 
@@ -88,10 +89,21 @@ def _undivided_axes_of_argument(equation: JaxprEqn) -> Axes:
     name, params = equation.primitive.name, equation.params
     if name == "sort":
         return (params["dimension"],)
+    if name in _CUMULATIVE:
+        return (params["axis"],)
+    if name == "fft":
+        rank = len(_shape_of(equation.invars[0]))
+        return tuple(range(rank - len(params["fft_lengths"]), rank))
+    if name == "pad" and not _is_zero(equation.invars[1]):
+        return tuple(axis for axis, (low, high, inner) in enumerate(params["padding_config"]) if low or high or inner)
     if name in _WINDOWS:
         pairs = zip(params["window_dimensions"], params["window_strides"], strict=True)
         return tuple(axis for axis, (window, stride) in enumerate(pairs) if window > stride)
     return ()
+
+
+def _is_zero(atom: Any) -> bool:
+    return isinstance(atom, Literal) and not np.any(atom.val)
 
 
 def _has_unsafe_indices(equation: JaxprEqn) -> bool:
