@@ -1,11 +1,12 @@
 """Constraints on how XLA partitions a step: some operations must not be divided over devices along some of their axes.
 
-jaxlib 0.10.2 computes wrong gradients, or ends the process, if it divides max pooling along overlapping windows, sorting along the
-sorted axis, or, on a mesh of several axes, convolutions along those of their window, and unevenly what a scatter writes:
-``docs/decisions/0067``. A step is traced, and arguments and results of these operations are constrained: each device has these axes
-whole, and XLA chooses for the others. With starts of slices that may have to be clamped, and with unsigned indices, as the derivative
-of sorting has, divided operations are wrong, too: they become safe ones. Convolutions of grouped channels it divides wrongly along
-any axis of a mesh of several: each device computes its own rows (``docs/decisions/0068``).
+jaxlib 0.10.2 computes wrong numbers, or ends the process, if it divides an array along the axis along which it is sorted, pooled with
+overlapping windows, accumulated, transformed (FFT) or padded with another value than 0; on a mesh of several axes also along the window
+of a convolution, and unevenly along the rows that a scatter writes (``docs/decisions/0067`` and ``0069``). A step is traced, and
+arguments and results of these operations are constrained: each device has these axes whole, and XLA chooses for the others. With starts
+of slices that may have to be clamped, and with unsigned indices, as the derivative of sorting has, divided operations are wrong, too:
+they become safe ones. Convolutions of grouped channels it divides wrongly along any axis of a mesh of several: each device computes its
+own rows (``docs/decisions/0068``).
 """
 
 import functools
@@ -103,6 +104,7 @@ def _undivided_axes_of_argument(equation: JaxprEqn) -> Axes:
 
 
 def _is_zero(atom: Any) -> bool:
+    """Return whether a value for padding is known to be that of convolutions, sums and derivatives: XLA shares what it pads."""
     return isinstance(atom, Literal) and not np.any(atom.val)
 
 
