@@ -219,6 +219,19 @@ def of_tf_shuffled(x, y):
     return {"x": dataset.shuffle(ROWS, seed=3).batch(BATCH)}
 
 
+def of_tf_shuffled_files(x, y):
+    """The usual pipeline of files: their order is drawn while batches are read, below a second shuffling."""
+    tf = package("tensorflow")
+    rows = tf.data.Dataset.from_tensor_slices((x, y))
+    files = tf.data.Dataset.range(4).shuffle(4, seed=1)
+    read = files.interleave(lambda number: rows.shard(4, number), cycle_length=2)
+    return {"x": read.shuffle(10, seed=2).batch(BATCH).prefetch(2)}
+
+
+def of_tf_shuffled_and_repeated(x, y):
+    return {"x": of_tf_shuffled(x, y)["x"].repeat(2), "steps_per_epoch": 2 * STEPS}
+
+
 def of_tf_shuffled_and_distributed(x, y):
     strategy = lockstep.MirroredStrategy(["cpu:0", "cpu:1"], replicas=3)
     return {"x": strategy.experimental_distribute_dataset(of_tf_shuffled(x, y)["x"])}
@@ -252,6 +265,8 @@ class _Stop(keras.callbacks.Callback):
 
 ORDERS = [
     of_tf_shuffled,
+    of_tf_shuffled_files,
+    of_tf_shuffled_and_repeated,
     of_tf_shuffled_and_distributed,
     of_tf_validation,
     of_tf_unknown_length,

@@ -255,8 +255,8 @@ FAULTS = [
     Mutant(
         "last-batch-of-threads-lost",
         "data/sources.py",
-        "while waiting:",
-        "while len(waiting) > 1:",
+        "if not waiting:",
+        "if len(waiting) < 2:",
         "The last, short batch of a PyDataset with workers is dropped.",
     ),
     Mutant(

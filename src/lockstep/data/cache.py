@@ -110,8 +110,7 @@ class CachedSource(WrappedSource):
 
     def batches(self) -> Iterator[Any]:
         """See :class:`InputSource`."""
-        if self._kept is None and self._earlier is not None:
-            self._read_as_before(self._earlier)
+        self._fill_as_before()
         yield from self._read() if self._kept is None else self._store
 
     def _read(self) -> Iterator[Any]:
@@ -136,6 +135,11 @@ class CachedSource(WrappedSource):
     def _has_read(self, number: int, digest: str) -> None:
         state = {"hooks": self._hooks, "random": self._random, "digest": digest, "order": self._order}
         self._kept, self._state = number, state
+
+    def _fill_as_before(self) -> None:
+        """Read the first pass as another process has read it, unless that is done: hooks that follow may change the data."""
+        if self._kept is None and self._earlier is not None:
+            self._read_as_before(self._earlier)
 
     def _read_as_before(self, earlier: dict[str, Any]) -> None:
         """Read the first pass as another process has read it; the random state is left as it is."""
@@ -165,11 +169,13 @@ class CachedSource(WrappedSource):
 
     def begin_epoch(self) -> None:
         """See :class:`InputSource`."""
+        self._fill_as_before()
         self._record_hook("begin")
         super().begin_epoch()
 
     def end_epoch(self) -> None:
         """See :class:`InputSource`."""
+        self._fill_as_before()
         self._record_hook("end")
         super().end_epoch()
 

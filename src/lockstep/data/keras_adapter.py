@@ -98,6 +98,7 @@ class KerasInput(trainer.DataAdapter):
         self.meter = WaitMeter()
         self.rows: int | None = None
         self.epoch_hooks: list[EpochHook] = []
+        self._earlier_hooks: tuple[EpochHook, ...] = ()  # of the run that is resumed, as far as they were not repeated
 
     # What Keras calls.
 
@@ -105,8 +106,11 @@ class KerasInput(trainer.DataAdapter):
         """Begin a new pass; batches that the earlier one has not used are given back to the source."""
         resumed, self._resumed_pass = self._resumed_pass, None
         self._keras_pass = resumed or self._begin_pass()
-        if resumed and resumed.start and self._resume.steps:  # What has run in this epoch so far ran there before.
-            restore_random_state(resumed.start.after)
+        if resumed and resumed.start:
+            before = capture_random_state()
+            resumed.seek()  # Now, as on_epoch_begin of a callback may have set the order of the epoch.
+            # What has run in this epoch so far ran there before.
+            restore_random_state(resumed.start.after if self._resume.steps else before)
         return self._keras_pass
 
     @property
@@ -125,7 +129,9 @@ class KerasInput(trainer.DataAdapter):
 
     def on_epoch_begin(self) -> None:
         """Begin an epoch, which may use ``steps`` batches."""
-        if not self._ran_before_resume("begin", "end"):
+        if self._tracking is _Tracking.AWAITING_STATE and self._earlier_hooks:
+            self._repeat_first_hook()
+        elif not self._ran_before_resume("begin", "end"):
             self._run_hook("begin")
         if self._pass:
             self._limit_pass(self._pass)
@@ -234,6 +240,7 @@ class KerasInput(trainer.DataAdapter):
         """
         self._tracking = _Tracking.ON if earlier is None else _Tracking.AWAITING_STATE
         self._source.track_cache(earlier.cache if earlier else None)
+        self._earlier_hooks = earlier.hooks if earlier else ()
         iterator = earlier.iterator if earlier else None
         spans_epochs = self._settings.steps < math.inf
         self._resume = replace(self._resume, is_mid_pass=iterator is not None and spans_epochs)
@@ -249,13 +256,15 @@ class KerasInput(trainer.DataAdapter):
         """
         self._tracking = _Tracking.RESUMED
         self._resume = replace(self._resume, start=state.iterator, steps=steps)
-        for hook in state.hooks:
+        for hook in self._earlier_hooks:
             run_epoch_hook(self._source, hook)
+        self._earlier_hooks = ()
         self.epoch_hooks = list(state.hooks)
         if state.iterator:
             if self._pass is None:
                 restore_random_state(state.iterator.at_begin)
-            self._resumed_pass = self._begin_pass()
+            self._resumed_pass = self._begin_pass(seeks=not self._source.restarts or not steps)
+            restore_random_state(state.iterator.after)
         else:
             self.restore_order(state)
 
@@ -304,7 +313,7 @@ class KerasInput(trainer.DataAdapter):
         if advice:
             self._settings.report(advice)
 
-    def _begin_pass(self) -> PassIterator:
+    def _begin_pass(self, seeks: bool = True) -> PassIterator:
         settings, before, start = self._settings, self._pass, self._resume.start
         self._pass_number += 1
         if before:
@@ -322,7 +331,8 @@ class KerasInput(trainer.DataAdapter):
         )
         if before and not self._source.restarts:
             self._pass.at_begin = before.at_begin  # Batches that were only read are still part of this pass.
-        if start:
+        if start and seeks:
+            self._source.set_limit(0)  # Hooks at the beginning of an epoch may follow.
             self._pass.seek()
         self._limit_pass(self._pass)
         return self._pass
@@ -331,7 +341,9 @@ class KerasInput(trainer.DataAdapter):
         """Have a pass read no batch that no step of this epoch takes: the user's code after its last batch may change what follows."""
         known = self._source.num_batches
         left = math.inf if known is None else max(0, known - of_pass.position)
-        of_pass.set_limit(min(left, self._settings.steps - self._resume.steps))
+        more = min(left, self._settings.steps - self._resume.steps)
+        of_pass.set_limit(more)
+        self._source.set_limit(of_pass.position + more)
 
     def _place(self, batch: Any) -> Any:
         self.rows = self.rows or _count_rows(batch)
@@ -344,6 +356,14 @@ class KerasInput(trainer.DataAdapter):
         if self._tracking is not _Tracking.OFF and self._source.has_hooks:
             self.epoch_hooks.append([kind, capture_random_state()])
         (self._source.begin_epoch if kind == "begin" else self._source.end_epoch)()
+
+    def _repeat_first_hook(self) -> None:
+        """Begin the epoch in which Keras only reads shapes as the earlier process began its first one; set_state repeats the other hooks."""
+        before = capture_random_state()
+        first, *rest = self._earlier_hooks
+        run_epoch_hook(self._source, first)
+        self._earlier_hooks = tuple(rest)
+        restore_random_state(before)
 
     def _ran_before_resume(self, *kinds: str) -> bool:
         """Return whether an earlier process has run such a hook last in the resumed epoch; :meth:`set_state` has repeated it."""

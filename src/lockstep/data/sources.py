@@ -68,6 +68,9 @@ class InputSource:
         """Begin a pass and return a function from a batch's number to the batch; None if the batches before it must be read."""
         return None
 
+    def set_limit(self, number: float) -> None:
+        """Have threads that read ahead read no batch of that number, or a higher one, before it is requested."""
+
     def give_back(self, batches: list[Any]) -> None:
         """Take back batches that were read and not used, in order."""
 
@@ -152,8 +155,19 @@ class WrappedSource(InputSource):
         self._source.close()
 
 
-# By data set of tf.data: how many passes over it this process has begun. Each may have another order, though its shuffling has a seed.
-_passes: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+# By data set of tf.data: for each pass that this process has begun over it, how often its next batch was requested. Each pass may have
+# another order, though its shuffling has a seed.
+_passes: WeakKeyDictionary[Any, list[int]] = WeakKeyDictionary()
+_BEGIN_INPUT_LATE = ("_ShuffleDataset", "_RepeatDataset", "_ConcatenateDataset", "CacheDataset")
+
+
+def _begins_shuffling_late(dataset: Any, is_late: bool = False) -> bool:
+    """Return whether a pass of a data set of tf.data draws an order when batches are read, and not when it begins."""
+    kind = type(dataset).__name__
+    if is_late and kind == "_ShuffleDataset":
+        return True
+    is_late = is_late or kind in _BEGIN_INPUT_LATE
+    return any(_begins_shuffling_late(each, is_late) for each in dataset._inputs())
 
 
 class _ShuffledData:
@@ -167,15 +181,28 @@ class _ShuffledData:
     def __init__(self, data: Any, name: str) -> None:
         self._data, self._name = data, name
 
-    def note_pass(self) -> None:
-        """Note that a pass begins."""
-        if trainer.is_tf_dataset(self._data):
-            _passes[self._data] = _passes.get(self._data, 0) + 1
+    def noted(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Note that a pass begins; return its batches, and note how far they are read."""
+        if not trainer.is_tf_dataset(self._data):
+            return batches
+        passes = _passes.setdefault(self._data, [])
+        passes.append(0)
+        return self._counted(batches, passes, len(passes) - 1)
+
+    def _counted(self, batches: Iterator[Any], passes: list[int], number: int) -> Iterator[Any]:
+        end = object()
+        while True:
+            passes[number] += 1
+            batch = next(batches, end)
+            if batch is end:
+                return
+            yield batch
 
     def state(self) -> dict[str, Any] | None:
         """See :meth:`InputSource.order_state`."""
         if trainer.is_tf_dataset(self._data):
-            return {"passes": _passes.get(self._data, 0)}
+            passes = _passes.get(self._data, [])
+            return {"passes": list(passes) if _begins_shuffling_late(self._data) else len(passes)}
         states = [encode_bytes(generator.get_state().numpy().tobytes()) for generator in self._torch_generators]
         return {"torch": states} if states else None
 
@@ -183,10 +210,13 @@ class _ShuffledData:
         """See :meth:`InputSource.restore_order`."""
         state = state or {}
         if trainer.is_tf_dataset(self._data) and "passes" in state:
-            missing = state["passes"] - _passes.get(self._data, 0)
-            for _ in range(missing):  # A pass that begins draws the next order, and reads nothing.
-                iter(self._data)
-                self.note_pass()
+            kept, begun = state["passes"], _passes.get(self._data, [])
+            # A pass that begins draws the next order, and reads nothing; but of shuffling below other shuffling, repetition or a cache.
+            reads = kept if isinstance(kept, list) else [0] * kept
+            missing = len(reads) - len(begun)
+            for wanted in reads[len(begun) :] if missing > 0 else ():
+                for _ in itertools.islice(self.noted(iter(self._data)), wanted):
+                    pass
             if missing < 0:
                 log_info(
                     f"{self._name}: {-missing} passes more than before have begun, so its order may be another one."
@@ -209,8 +239,12 @@ def check_order_state(state: Any) -> None:
     """Raise ValueError if this is no result of :meth:`InputSource.order_state`. No generator changes."""
     if type(state) is not dict or len(state) != 1:
         raise ValueError("no state of an order")
-    if "passes" in state and type(state["passes"]) is int and 0 <= state["passes"] <= _MAX_PASSES:
-        return
+    if "passes" in state:
+        passes = state["passes"]
+        if type(passes) is int and 0 <= passes <= _MAX_PASSES:
+            return
+        if type(passes) is list and len(passes) <= _MAX_PASSES and all(type(n) is int and n >= 0 for n in passes):
+            return
     torch = sys.modules.get("torch")
     try:
         for kept in state["torch"]:
@@ -251,8 +285,7 @@ class AdapterSource(InputSource):
 
     def batches(self) -> Iterator[Any]:
         """See :class:`InputSource`."""
-        self._shuffled.note_pass()
-        batches = iter(self._adapter.get_jax_iterator())
+        batches = self._shuffled.noted(iter(self._adapter.get_jax_iterator()))
         return _copied(batches) if trainer.may_reuse_memory(self._adapter) else batches
 
     def begin_epoch(self) -> None:
@@ -368,6 +401,7 @@ class DatasetSource(_UserCodeSource):
         kinds = type(dataset), keras.utils.PyDataset
         self.has_hooks = len({(kind.on_epoch_begin, kind.on_epoch_end) for kind in kinds}) > 1
         self._adapter, self._dataset, self._shuffle = adapter, dataset, shuffle
+        self._limit = float("inf")
         self._has_logged = False  # that threads read instead of processes
 
     @property
@@ -377,7 +411,7 @@ class DatasetSource(_UserCodeSource):
 
     def _made_from(self, number: int) -> Iterator[Any]:
         order = itertools.islice(self._order(), number, None)
-        read = self._read(order) if self._dataset.workers > 1 else (self._dataset[number] for number in order)
+        read = self._read(order, number) if self._dataset.workers > 1 else (self._dataset[number] for number in order)
         # In a generator a StopIteration of the user's code is an error.
         return (self._standard(batch) for batch in read)
 
@@ -403,7 +437,11 @@ class DatasetSource(_UserCodeSource):
             random.shuffle(order)
         return iter(order)
 
-    def _read(self, order: Iterator[int]) -> Iterator[Any]:
+    def set_limit(self, number: float) -> None:
+        """See :class:`InputSource`."""
+        self._limit = number
+
+    def _read(self, order: Iterator[int], asked: int) -> Iterator[Any]:
         if self._dataset.use_multiprocessing and not self._has_logged:
             log_info(
                 f"{self.name}: {self._dataset.workers} threads read it instead of processes, which would not keep the order."
@@ -419,11 +457,15 @@ class DatasetSource(_UserCodeSource):
             return None if closed.is_set() else self._dataset[number]
 
         try:
-            for number in order:
-                waiting.append(pool.apply_async(read, (number,)))
-                if len(waiting) >= ahead:
-                    yield waiting.popleft().get()
-            while waiting:
+            while True:
+                while len(waiting) < ahead and (asked < self._limit or not waiting):
+                    number = next(order, None)
+                    if number is None:
+                        break
+                    waiting.append(pool.apply_async(read, (number,)))
+                    asked += 1
+                if not waiting:
+                    return
                 yield waiting.popleft().get()
         except GeneratorExit:
             closed.set()
@@ -506,8 +548,7 @@ class IterableSource(_LeftoverSource):
         return known if known >= 0 else None
 
     def _made(self) -> Iterator[Any]:
-        self._shuffled.note_pass()
-        return iter(self._iterable)
+        return self._shuffled.noted(iter(self._iterable))
 
 
 def check_data(argument: str, data: Any, *, is_arrays: bool = False, may_be_empty: bool = False) -> None:

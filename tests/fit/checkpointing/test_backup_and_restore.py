@@ -512,3 +512,82 @@ def test_the_arrays_of_a_checkpoint_are_not_kept_once_they_are_set(tmp_path, mon
     assert before[:number] == [0] * number  # All are checked, one after the other.
     assert len(kept) > number  # Then they are read again.
     assert alive[1:] == [0] * 4  # Until the first step has ended, JAX may compute on their memory.
+
+
+class Rows(keras.utils.PyDataset):
+    """Six batches of 8 rows, in an order that code outside of ``__getitem__`` may change."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.x = np.random.default_rng(0).normal(size=(48, 3)).astype("float32")
+        self.order = np.arange(48)
+
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, number):
+        rows = self.order[8 * number : 8 * number + 8]
+        return self.x[rows], self.x[rows, :1]
+
+
+class TurnsAtTheBegin(Rows):
+    def on_epoch_begin(self):
+        self.order = np.roll(self.order, int(np.random.randint(5)))
+
+
+class ShufflesAtTheEnd(Rows):
+    def on_epoch_end(self):
+        np.random.shuffle(self.order)
+
+
+class SetsOrder(keras.callbacks.Callback):
+    def __init__(self, rows):
+        super().__init__()
+        self._rows = rows
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self._rows.order = np.random.default_rng(epoch).permutation(48)
+
+
+def left_by(rows, folder=None, stop=None, callbacks=(), **given):
+    """Weights after three epochs over a ``PyDataset``; None if step ``stop`` breaks it off."""
+    keras.utils.set_random_seed(0)
+    with lockstep.MirroredStrategy(["cpu:0"], replicas=2).scope():
+        model = keras.Sequential([keras.layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+    callbacks = [
+        *callbacks,
+        *([BackupAndRestore(folder, save_freq=1)] if folder else []),
+        *([BreakOff(stop)] if stop else []),
+    ]
+    with contextlib.suppress(BrokenOffError):
+        model.fit(rows, shuffle=False, epochs=3, verbose=0, callbacks=callbacks, **given)
+        return np.concatenate(model.get_weights(), axis=None).tobytes()
+
+
+@pytest.mark.parametrize("stop", [3, 7, 10])  # in the first epoch, at its end, in the second one
+@pytest.mark.parametrize("kind", [TurnsAtTheBegin, ShufflesAtTheEnd])
+def test_hooks_of_a_dataset_run_as_often_in_a_resumed_run(kind, stop, tmp_path):
+    assert left_by(kind(), tmp_path, stop) is None
+    assert left_by(kind(), tmp_path) == left_by(kind())
+
+
+@pytest.mark.parametrize("stop", [10, 13])
+@pytest.mark.parametrize("workers", [1, 2])
+def test_an_order_that_a_callback_sets_goes_on_in_the_middle_of_an_epoch(workers, stop, tmp_path):
+    def left(folder=None, stop=None):
+        rows = Rows(workers=workers)
+        return left_by(rows, folder, stop, [SetsOrder(rows)])
+
+    assert left(tmp_path, stop) is None
+    assert left(tmp_path) == left()
+
+
+@pytest.mark.parametrize("stop", [5, 6])
+def test_threads_read_no_batch_of_the_next_epoch_before_its_hooks(stop, tmp_path):
+    def left(workers, folder=None, stop=None):
+        return left_by(ShufflesAtTheEnd(workers=workers), folder, stop, steps_per_epoch=4)
+
+    assert left(2) == left(1)
+    assert left(2, tmp_path, stop) is None
+    assert left(2, tmp_path) == left(1)
