@@ -130,6 +130,10 @@ class WrappedSource(InputSource):
         """See :class:`InputSource`."""
         return self._source.batches()
 
+    def set_limit(self, number: float) -> None:
+        """See :class:`InputSource`."""
+        self._source.set_limit(number)
+
     def order_state(self) -> dict[str, Any] | None:
         """See :class:`InputSource`."""
         return self._source.order_state()

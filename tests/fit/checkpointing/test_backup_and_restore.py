@@ -583,10 +583,14 @@ def test_an_order_that_a_callback_sets_goes_on_in_the_middle_of_an_epoch(workers
     assert left(tmp_path) == left()
 
 
+@pytest.mark.parametrize("is_distributed", [False, True])
 @pytest.mark.parametrize("stop", [5, 6])
-def test_threads_read_no_batch_of_the_next_epoch_before_its_hooks(stop, tmp_path):
+def test_threads_read_no_batch_of_the_next_epoch_before_its_hooks(stop, is_distributed, tmp_path):
     def left(workers, folder=None, stop=None):
-        return left_by(ShufflesAtTheEnd(workers=workers), folder, stop, steps_per_epoch=4)
+        rows = ShufflesAtTheEnd(workers=workers)
+        if is_distributed:
+            rows = lockstep.MirroredStrategy(["cpu:0"], replicas=2).experimental_distribute_dataset(rows)
+        return left_by(rows, folder, stop, steps_per_epoch=4)
 
     assert left(2) == left(1)
     assert left(2, tmp_path, stop) is None
