@@ -5,8 +5,10 @@
 
 import contextlib
 import importlib
+import itertools
 import logging
 import os
+import time
 
 import keras
 import numpy as np
@@ -15,7 +17,7 @@ import pytest
 import lockstep
 from lockstep.data.indexed_batches import IndexedBatches
 from lockstep.data.random_state import capture_random_state
-from lockstep.data.sources import make_source
+from lockstep.data.sources import make_source, make_tree_source
 from tests.laws.compare import Topology
 
 from .programs import BATCH, ROWS, STEPS, TOPOLOGIES, counting, cut, data, weights
@@ -292,6 +294,25 @@ def test_a_resumed_run_reads_the_rows_in_the_order_of_a_whole_one(kind, save_fre
     resumed = train("stopped")
     np.testing.assert_array_equal(resumed[0], whole[0])
     assert resumed[1:] == whole[1:]
+
+
+@pytest.mark.parametrize("make", [make_source, make_tree_source])
+def test_a_pass_draws_no_order_that_nobody_reads(make):
+    tf, (x, y) = package("tensorflow"), data()
+
+    def slow(*_):
+        return tf.numpy_function(lambda: bool(time.sleep(0.2)), [], bool)
+
+    def second_pass(wait):
+        tf.random.set_seed(2)
+        end = of_tf(x, y)["x"].take(1).filter(slow)  # Empty: the end of a round is found 0.2 s after its last batch.
+        dataset = of_tf_shuffled(x, y)["x"].concatenate(end).repeat(2)
+        first, second = (make(dataset).batches() for _ in range(2))
+        list(itertools.islice(first, 2 * STEPS))
+        time.sleep(wait)  # A thread of tf.data that reads ahead finds the end meanwhile.
+        return [np.asarray(batch[0]) for batch in itertools.islice(second, 2 * STEPS)]
+
+    np.testing.assert_equal(second_pass(1), second_pass(0))
 
 
 def test_a_process_that_joins_late_reads_a_pass_in_its_order():

@@ -174,6 +174,18 @@ def _begins_shuffling_late(dataset: Any, is_late: bool = False) -> bool:
     return any(_begins_shuffling_late(each, is_late) for each in dataset._inputs())
 
 
+def _without_added_prefetch(data: Any) -> Any:
+    """Return a data set of tf.data that shuffles late without the prefetching that TensorFlow adds to it; others as they are.
+
+    By the time a pass ends, its thread has drawn the next order or has not: the order of a whole run would vary, too.
+    """
+    if not trainer.is_tf_dataset(data) or not _begins_shuffling_late(data):
+        return data
+    options = sys.modules["tensorflow"].data.Options()
+    options.experimental_optimization.inject_prefetch = False
+    return data.with_options(options)
+
+
 class _ShuffledData:
     """Order of the passes over a data set of another package, which may shuffle itself: ``tf.data`` and torch.
 
@@ -218,8 +230,9 @@ class _ShuffledData:
             # A pass that begins draws the next order, and reads nothing; but of shuffling below other shuffling, repetition or a cache.
             reads = kept if isinstance(kept, list) else [0] * kept
             missing = len(reads) - len(begun)
+            data = _without_added_prefetch(self._data)
             for wanted in reads[len(begun) :] if missing > 0 else ():
-                for _ in itertools.islice(self.noted(iter(self._data)), wanted):
+                for _ in itertools.islice(self.noted(iter(data)), wanted):
                     pass
             if missing < 0:
                 log_info(
@@ -552,7 +565,7 @@ class IterableSource(_LeftoverSource):
         return known if known >= 0 else None
 
     def _made(self) -> Iterator[Any]:
-        return self._shuffled.noted(iter(self._iterable))
+        return self._shuffled.noted(iter(_without_added_prefetch(self._iterable)))
 
 
 def check_data(argument: str, data: Any, *, is_arrays: bool = False, may_be_empty: bool = False) -> None:
@@ -626,7 +639,8 @@ def make_source(
     if is_generator or (callable(x) and not isinstance(x, (trainer.DataAdapter, keras.utils.PyDataset))):
         _refuse_extra_arguments(x, y=y, sample_weight=sample_weight, class_weight=class_weight)
         return GeneratorSource(x, pending(x)) if is_generator else CallableSource(x)
-    adapter = trainer.adapter_of(x, y, sample_weight, shuffle=shuffle, class_weight=class_weight, **options)
+    read = _without_added_prefetch(x)
+    adapter = trainer.adapter_of(read, y, sample_weight, shuffle=shuffle, class_weight=class_weight, **options)
     if isinstance(x, keras.utils.PyDataset):
         return DatasetSource(x, adapter, bool(shuffle))
     return AdapterSource(adapter, x)
