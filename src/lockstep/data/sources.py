@@ -6,10 +6,8 @@ again in the second epoch, and its queue of a PyDataset keeps batches of an inte
 from which it continues, are in ``pass_iterator.py``.
 """
 
-import base64
 import itertools
 import random
-import sys
 import threading
 import time
 from collections import deque
@@ -18,7 +16,6 @@ from multiprocessing.pool import AsyncResult, ThreadPool
 from operator import length_hint
 from types import FunctionType, GeneratorType, MethodType
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import jax
 import keras
@@ -27,9 +24,8 @@ import numpy as np
 from lockstep._errors import InputError, check_depth, shown
 from lockstep._keras import trainer
 from lockstep._logging import log_info
-from lockstep.data.random_state import decode_torch_state, encode_bytes
+from lockstep.data.random_state import ShuffledData, without_added_prefetch
 
-_MAX_PASSES = 1_000_000  # that a resumed run begins and drops
 _CLOSE_SECONDS = 10.0  # for threads in the user's code to return when a pass is cut short
 NON_NUMERIC_KINDS = "OSUTMm"  # kinds of NumPy arrays that no device holds: objects, texts and times
 Pending = deque[Any]  # batches that were read from a generator and that no step has taken yet
@@ -46,7 +42,7 @@ class InputSource:
     can_seek = False  # whether batches_from reads nothing that comes before
     has_hooks = False  # whether the user's code runs at the beginning or end of an epoch
     is_shared = True  # whether all processes of a job read the same input
-    _shuffled: "_ShuffledData | None" = None  # what it knows of the order in which its data are shuffled
+    _shuffled: ShuffledData | None = None  # what it knows of the order in which its data are shuffled
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -159,119 +155,6 @@ class WrappedSource(InputSource):
         self._source.close()
 
 
-# By data set of tf.data: for each pass that this process has begun over it, how often its next batch was requested. Each pass may have
-# another order, though its shuffling has a seed.
-_passes: WeakKeyDictionary[Any, list[int]] = WeakKeyDictionary()
-_BEGIN_INPUT_LATE = ("_ShuffleDataset", "_RepeatDataset", "_ConcatenateDataset", "CacheDataset")
-
-
-def _begins_shuffling_late(dataset: Any, is_late: bool = False) -> bool:
-    """Return whether a pass of a data set of tf.data draws an order when batches are read, and not when it begins."""
-    kind = type(dataset).__name__
-    if is_late and kind == "_ShuffleDataset":
-        return True
-    is_late = is_late or kind in _BEGIN_INPUT_LATE
-    return any(_begins_shuffling_late(each, is_late) for each in dataset._inputs())
-
-
-def _without_added_prefetch(data: Any) -> Any:
-    """Return a data set of tf.data that shuffles late without the prefetching that TensorFlow adds to it; others as they are.
-
-    By the time a pass ends, its thread has drawn the next order or has not: the order of a whole run would vary, too.
-    """
-    if not trainer.is_tf_dataset(data) or not _begins_shuffling_late(data):
-        return data
-    options = sys.modules["tensorflow"].data.Options()
-    options.experimental_optimization.inject_prefetch = False
-    return data.with_options(options)
-
-
-class _ShuffledData:
-    """Order of the passes over a data set of another package, which may shuffle itself: ``tf.data`` and torch.
-
-    Args:
-        data: an object that yields batches.
-        name: name of the input, for messages.
-    """
-
-    def __init__(self, data: Any, name: str) -> None:
-        self._data, self._name = data, name
-
-    def noted(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Note that a pass begins; return its batches, and note how far they are read."""
-        if not trainer.is_tf_dataset(self._data):
-            return batches
-        passes = _passes.setdefault(self._data, [])
-        passes.append(0)
-        return self._counted(batches, passes, len(passes) - 1)
-
-    def _counted(self, batches: Iterator[Any], passes: list[int], number: int) -> Iterator[Any]:
-        end = object()
-        while True:
-            passes[number] += 1
-            batch = next(batches, end)
-            if batch is end:
-                return
-            yield batch
-
-    def state(self) -> dict[str, Any] | None:
-        """See :meth:`InputSource.order_state`."""
-        if trainer.is_tf_dataset(self._data):
-            passes = _passes.get(self._data, [])
-            return {"passes": list(passes) if _begins_shuffling_late(self._data) else len(passes)}
-        states = [encode_bytes(generator.get_state().numpy().tobytes()) for generator in self._torch_generators]
-        return {"torch": states} if states else None
-
-    def restore(self, state: dict[str, Any] | None) -> None:
-        """See :meth:`InputSource.restore_order`."""
-        state = state or {}
-        if trainer.is_tf_dataset(self._data) and "passes" in state:
-            kept, begun = state["passes"], _passes.get(self._data, [])
-            # A pass that begins draws the next order, and reads nothing; but of shuffling below other shuffling, repetition or a cache.
-            reads = kept if isinstance(kept, list) else [0] * kept
-            missing = len(reads) - len(begun)
-            data = _without_added_prefetch(self._data)
-            for wanted in reads[len(begun) :] if missing > 0 else ():
-                for _ in itertools.islice(self.noted(iter(data)), wanted):
-                    pass
-            if missing < 0:
-                log_info(
-                    f"{self._name}: {-missing} passes more than before have begun, so its order may be another one."
-                )
-        for generator, kept in zip(self._torch_generators, state.get("torch", ()), strict=False):
-            generator.set_state(decode_torch_state(kept))
-
-    @property
-    def _torch_generators(self) -> list[Any]:
-        """The generators of a ``DataLoader`` of torch that are not the global one."""
-        torch = sys.modules.get("torch")
-        if torch is None or not isinstance(self._data, torch.utils.data.DataLoader):
-            return []
-        owners = self._data, self._data.sampler, getattr(self._data.batch_sampler, "sampler", None)
-        found = [getattr(owner, "generator", None) for owner in owners]
-        return list({id(one): one for one in found if isinstance(one, torch.Generator)}.values())
-
-
-def check_order_state(state: Any) -> None:
-    """Raise ValueError if this is no result of :meth:`InputSource.order_state`. No generator changes."""
-    if type(state) is not dict or len(state) != 1:
-        raise ValueError("no state of an order")
-    if "passes" in state:
-        passes = state["passes"]
-        if type(passes) is int and 0 <= passes <= _MAX_PASSES:
-            return
-        if type(passes) is list and len(passes) <= _MAX_PASSES and all(type(n) is int and n >= 0 for n in passes):
-            return
-    torch = sys.modules.get("torch")
-    try:
-        for kept in state["torch"]:
-            base64.b64decode(kept)
-            if torch:
-                torch.Generator().set_state(decode_torch_state(kept))
-    except (LookupError, RuntimeError, TypeError, ValueError) as error:
-        raise ValueError(f"no state of an order: {error}") from None
-
-
 class AdapterSource(InputSource):
     """The input of one of Keras's adapters.
 
@@ -283,7 +166,7 @@ class AdapterSource(InputSource):
     def __init__(self, adapter: Any, data: Any) -> None:
         super().__init__(type(data).__name__)
         self._adapter = adapter
-        self._shuffled: _ShuffledData = _ShuffledData(data, self.name)
+        self._shuffled: ShuffledData = ShuffledData(data, self.name)
 
     @property
     def num_batches(self) -> int | None:
@@ -556,7 +439,7 @@ class IterableSource(_LeftoverSource):
         super().__init__(type(iterable).__name__, Pending())
         self.restarts = not isinstance(iterable, Iterator)
         self._iterable = iterable
-        self._shuffled: _ShuffledData = _ShuffledData(iterable, self.name)
+        self._shuffled: ShuffledData = ShuffledData(iterable, self.name)
 
     @property
     def num_batches(self) -> int | None:
@@ -565,7 +448,7 @@ class IterableSource(_LeftoverSource):
         return known if known >= 0 else None
 
     def _made(self) -> Iterator[Any]:
-        return self._shuffled.noted(iter(_without_added_prefetch(self._iterable)))
+        return self._shuffled.noted(iter(without_added_prefetch(self._iterable)))
 
 
 def check_data(argument: str, data: Any, *, is_arrays: bool = False, may_be_empty: bool = False) -> None:
@@ -639,7 +522,7 @@ def make_source(
     if is_generator or (callable(x) and not isinstance(x, (trainer.DataAdapter, keras.utils.PyDataset))):
         _refuse_extra_arguments(x, y=y, sample_weight=sample_weight, class_weight=class_weight)
         return GeneratorSource(x, pending(x)) if is_generator else CallableSource(x)
-    read = _without_added_prefetch(x)
+    read = without_added_prefetch(x)
     adapter = trainer.adapter_of(read, y, sample_weight, shuffle=shuffle, class_weight=class_weight, **options)
     if isinstance(x, keras.utils.PyDataset):
         return DatasetSource(x, adapter, bool(shuffle))
