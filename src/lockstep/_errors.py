@@ -37,7 +37,8 @@ PEER_LOST = 75  # A worker died, was cut off or preempted: restart the job. EX_T
 NO_PROGRESS = 124  # A worker is alive and stuck. The exit code of timeout(1).
 INTERRUPTED = 130  # Ctrl-C: 128 and the number of the signal, as in shells.
 
-MAX_SECONDS = 1e9  # 31 years; the waits of the operating system cannot take much more
+MAX_SECONDS = 1e9  # 31 years, of an argument
+MAX_WAIT_SECONDS = (2**31 - 1) / 1000  # of one wait of the operating system: 25 days
 _MAX_DEPTH = 100  # levels of nested values
 _MAX_SHOWN = 200  # characters of a value in a message
 

@@ -48,6 +48,16 @@ print(json.dumps({
     assert json.loads(ours.stdout.removeprefix("[worker 0] ")) == json.loads(plain.stdout)
 
 
+def test_files_in_the_current_directory_are_not_taken_for_modules_of_python(tmp_path):
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts" / "program.py").write_text("print('here')")
+    for name in ("logging", "types", "signal", "json", "runpy"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('not of Python')")
+    command = [sys.executable, "-P", "-m", "lockstep.cli", "run", "scripts/program.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=60)
+    assert done.stdout == "[worker 0] here\n", done.stderr
+
+
 @pytest.mark.parametrize("before", [[], ["--"]])
 @pytest.mark.parametrize(
     "words", [["-n", "7", "--max-restarts", "x", "--", "-m", "--help", "--print=ray"], ["--", "--foo"], ["--"], []]

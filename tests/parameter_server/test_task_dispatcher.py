@@ -370,15 +370,17 @@ def test_a_late_process_gets_the_call_or_its_result_and_an_early_one_waits():
         assert request(dispatcher, late, kind)[0] == {"kind": "over", "result": {"loss": 0.5}}
 
 
-def test_arrays_of_a_result_are_there_until_the_next_call_ends_and_some_longer():
+def test_arrays_of_a_result_are_there_until_the_next_call_with_arrays_ends_and_some_longer():
     dispatcher = opened()
     dispatcher.close({"call": 1}, {"w": np.ones(3)}, {"hooks": np.ones(2)})
     dispatcher.open(2)
+    dispatcher.close({"call": 2})
+    dispatcher.open(3)
     assert list(request(dispatcher, session(1), "enter", call=1)[1]) == ["w", "hooks"]
-    dispatcher.close({"call": 2}, {"w": np.zeros(3)})
+    dispatcher.close({"call": 3}, {"w": np.zeros(3)})
     message, arrays = request(dispatcher, session(1), "enter", call=1)
     assert (message["result"], list(arrays)) == ({"call": 1}, ["hooks"])
-    assert request(dispatcher, session(1), "enter", call=2)[1]["w"].sum() == 0
+    assert request(dispatcher, session(1), "enter", call=3)[1]["w"].sum() == 0
 
 
 def test_a_published_message_replaces_the_earlier_one_of_its_call():

@@ -121,6 +121,20 @@ def test_the_evaluator_skips_epochs_that_have_ended_and_the_chief_keeps_the_valu
     assert [line.partition(" and ")[0] for line in lines] == ["evaluator, after epoch 10"]
 
 
+def test_the_evaluator_logs_that_it_came_too_late_for_the_last_epoch():
+    with ServedDispatcher() as served:
+        chief_of(served, []).publish_epoch(5)
+
+        def end_call(number):
+            if number == 1:
+                served.dispatcher.close({"epoch": [5, 6]}, {"trainable/0": np.ones(3)}, {"hooks": np.ones(2)})
+                served.dispatcher.open(2)
+                served.dispatcher.close({"epoch": []}, {"trainable/0": np.zeros(3)})
+
+        lines = evaluated_lines(served, end_call)
+    assert "did not evaluate epoch 7, the last one" in lines[-1]
+
+
 @pytest.mark.parametrize("evaluator", [None, "here:1"])
 def test_the_chief_publishes_epochs_only_for_an_evaluator(evaluator):
     context, fit, arguments = Mock(role=Mock(evaluator=evaluator)), Mock(), {}
@@ -130,6 +144,21 @@ def test_the_chief_publishes_epochs_only_for_an_evaluator(evaluator):
         if isinstance(callback, keras.callbacks.LambdaCallback):
             callback.on_epoch_end(0, {})
     assert fit.publish_epoch.called == bool(evaluator)
+
+
+@pytest.mark.parametrize("later", ["evaluate", "fit"])
+def test_a_worker_that_comes_after_later_calls_has_the_weights_of_fit_or_logs_that_they_are_gone(later):
+    model = net()
+    values = {name: np.full(variable.shape, 7) for name, variable in fit_dispatch.synced_variables(model).items()}
+    hooks = {"hooks of the data": np.frombuffer(b"[]", np.uint8)}
+    with ServedDispatcher() as served:
+        served.dispatcher.close({"history": {}, "epoch": [], "taken": 0}, values, hooks)
+        served.dispatcher.open(2)
+        served.dispatcher.close({"value": 0.5}, values if later == "fit" else None)
+        worker = worker_of(served)
+        worker.run_call(model, "fit", {"x": reads(Shuffled())()}, None)
+    is_trained = all((variable.numpy() == 7).all() for variable in model.variables)
+    assert (is_trained, worker._context.log.called) == (later == "evaluate", later == "fit")
 
 
 # --- the data of a worker that comes late ----------------------------------------------------------------------------

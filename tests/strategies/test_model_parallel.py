@@ -423,6 +423,7 @@ def test_variables_sharded_over_rows_are_gathered_once_a_step():
         ({"layout": "megatron"}, lockstep.OptionError, 'expected "auto"'),
         ({"layout": {"(": ("model",)}}, lockstep.OptionError, "is no regular expression"),
         ({"layout": {"up/.*": "model"}}, lockstep.OptionError, "expected names of axes"),
+        ({"layout": {"up/.*": ([],)}}, lockstep.OptionError, "names the axis"),
         ({"layout": {"up/.*": ("modle",)}}, lockstep.OptionError, "the mesh has 'data', 'model'"),
         ({"layout": {"up/.*": ("model", "model")}}, lockstep.OptionError, "an axis of the mesh twice"),
         ({"shard": "optimizer"}, lockstep.OptionError, 'expected "variables" or None'),

@@ -1,4 +1,4 @@
-"""``python -m lockstep.launch.worker_main SUPERVISOR ERROR -f|-m PROGRAM ARGUMENTS…``: the reaper, and below it the worker.
+"""Process with the arguments ``SUPERVISOR ERROR -f|-m PROGRAM ARGUMENTS…``: the reaper, and below it the worker.
 
 SUPERVISOR and ERROR are file descriptors: a socket to the supervisor, and the file for the exception that ends the program. The
 worker is a fork of this process, made before anything else is imported, so no second Python starts. The program runs as ``__main__``
@@ -75,8 +75,7 @@ def _run_program(is_module: bool, command: list[str], error: int) -> None:
 def _run_script(script: str, arguments: Sequence[str]) -> None:
     """Run a file as ``python script arguments…`` does."""
     path = os.path.abspath(script)
-    if not sys.flags.safe_path:
-        sys.path[0] = os.path.dirname(os.path.realpath(script))
+    _prepend_to_path(os.path.dirname(os.path.realpath(script)))
     with io.open_code(path) as file:
         code = compile(file.read(), path, "exec", dont_inherit=True)
     main_module = _new_main(path, SourceFileLoader("__main__", path))
@@ -85,6 +84,7 @@ def _run_script(script: str, arguments: Sequence[str]) -> None:
 
 def _run_module(name: str, arguments: Sequence[str]) -> None:
     """Run a module, or a package's ``__main__``, as ``python -m name arguments…`` does."""
+    _prepend_to_path(os.getcwd())
     spec = importlib.util.find_spec(name)
     if spec is not None and spec.submodule_search_locations is not None:
         spec = importlib.util.find_spec(f"{name}.__main__")
@@ -96,6 +96,12 @@ def _run_module(name: str, arguments: Sequence[str]) -> None:
     _execute(module, code, [spec.origin or name, *arguments], [sys.executable, "-m", name, *arguments])
 
 
+def _prepend_to_path(folder: str) -> None:
+    """Have the program import from a folder first, as Python does unless the user has switched that off."""
+    if not sys.flags.safe_path:
+        sys.path.insert(0, folder)
+
+
 def _code_of(spec: ModuleSpec) -> CodeType | None:
     loader = spec.loader
     return loader.get_code(spec.name) if isinstance(loader, importlib.abc.InspectLoader) else None
@@ -103,15 +109,9 @@ def _code_of(spec: ModuleSpec) -> CodeType | None:
 
 def _new_main(path: str | None, loader: object) -> ModuleType:
     module = ModuleType("__main__")
-    names = {
-        "__annotations__": {},
-        "__builtins__": builtins,
-        "__cached__": None,
-        "__file__": path,
-        "__loader__": loader,
-    }
-    present = vars(sys.modules["__main__"])  # Which of these names exist depends on the version of Python.
-    vars(module).update({name: value for name, value in names.items() if name in present})
+    vars(module).update({"__builtins__": builtins, "__cached__": None, "__file__": path, "__loader__": loader})
+    if "__annotations__" in vars(sys.modules["__main__"]):  # This depends on the version of Python.
+        vars(module)["__annotations__"] = {}
     return module
 
 
@@ -152,7 +152,3 @@ def _program_frames(exception: BaseException) -> TracebackType | None:
     while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
         frames = frames.tb_next
     return frames
-
-
-if __name__ == "__main__":
-    main()

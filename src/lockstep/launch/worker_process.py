@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
 
-from lockstep._errors import INTERRUPTED, NO_PROGRESS, PEER_LOST, USER_ERROR, signal_name
+from lockstep._errors import INTERRUPTED, MAX_WAIT_SECONDS, NO_PROGRESS, PEER_LOST, USER_ERROR, signal_name
 from lockstep.launch.launch_config import LaunchConfig
 from lockstep.launch.log_multiplexer import LogPump
 from lockstep.launch.rank_assignment import ProcessName
@@ -165,7 +165,7 @@ class SignalPipe:
         """Wait for signals.
 
         Args:
-            seconds: limit of the wait; None: no limit.
+            seconds: limit of the wait, which ends after 25 days at the latest; None: no limit.
             files: descriptors that end the wait, too, when they are readable or their other end is closed.
 
         Returns:
@@ -174,7 +174,8 @@ class SignalPipe:
         poll = select.poll()
         for file in (self._reader, *files):
             poll.register(file, select.POLLIN)
-        ready = {file for file, _ in poll.poll(None if seconds is None else max(0.0, seconds) * 1000)}
+        limit = None if seconds is None else min(max(0.0, seconds), MAX_WAIT_SECONDS) * 1000
+        ready = {file for file, _ in poll.poll(limit)}
         return self._read(), ready - {self._reader}
 
     def post(self, number: int) -> None:
@@ -270,8 +271,10 @@ class WorkerProcess:
         self._socket.close()
         if fields:
             self.code, self.ended_at = int(fields[0]), float(fields[1])
-        else:  # The reaper itself was killed, and the worker with it.
+        else:  # The reaper itself was killed, and the worker with it; or it failed before there was a worker.
             self.code, self.ended_at = -signal.SIGKILL, time.monotonic()
+            with suppress(subprocess.TimeoutExpired):
+                self.code = self._reaper.wait(_KILL_SECONDS) or self.code
 
     def send(self, number: int) -> None:
         """Send a signal to its program."""
@@ -305,9 +308,13 @@ def _blocked(numbers: Iterable[int]) -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, previous)
 
 
+# Imports nothing from the current directory, where a file may have the name of a module of Python.
+_START = "import sys; sys.flags.safe_path or sys.path.pop(0); from lockstep.launch.worker_main import main; main()"
+
+
 def _command(job: LaunchConfig, files: Iterable[int]) -> list[str]:
     kind = "-m" if job.is_module else "-f"
-    return [sys.executable, "-m", "lockstep.launch.worker_main", *map(str, files), kind, *job.program]
+    return [sys.executable, "-c", _START, *map(str, files), kind, *job.program]
 
 
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)

@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 
 from lockstep._arrays import DTYPES, ArraySpec, array_bytes, describe_arrays, parse_description
+from lockstep._errors import MAX_WAIT_SECONDS
 from lockstep.distributed.control.transport import (
     CLOSED,
     HEADER_BYTES,
     MAC_BYTES,
-    MAX_WAIT_SECONDS,
     Mac,
     ProtocolError,
     Session,

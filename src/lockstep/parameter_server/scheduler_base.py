@@ -149,6 +149,12 @@ def weights_of(model: keras.Model) -> dict[str, np.ndarray]:
     return {str(number): np.asarray(variable.value) for number, variable in enumerate([*trainable, *non_trainable])}
 
 
+WEIGHTS_DROPPED = (
+    "it has come to the end of a call after the end of a later one, whose weights the chief holds now: its model has the weights "
+    "that it had, until the end of that later call"
+)
+
+
 def set_weights(model: keras.Model, weights: Mapping[str, np.ndarray]) -> None:
     """Give a model the values of :func:`weights_of`; variables without a value stay as they are."""
     trainable, non_trainable, *_ = variables_of(model)

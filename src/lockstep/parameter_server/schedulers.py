@@ -22,6 +22,7 @@ from lockstep.parameter_server.process_role import ProcessContext
 from lockstep.parameter_server.rpc import ArrayServer
 from lockstep.parameter_server.scheduler_base import (
     VALUE,
+    WEIGHTS_DROPPED,
     Arguments,
     Outcome,
     SchedulerBase,
@@ -264,7 +265,10 @@ class WorkerScheduler(SchedulerBase):
             if self._runner is not None:
                 self._runner.close()
             self._server = self._runner = None
-        set_weights(self._model, result.arrays)
+        if weights_of(self._model).keys() <= result.arrays.keys():
+            set_weights(self._model, result.arrays)
+        else:
+            self._context.log(WEIGHTS_DROPPED)
         self._task_client.leave(self._call)
 
     def _run_until_end(self) -> CallResult:

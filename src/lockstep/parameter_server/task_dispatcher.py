@@ -347,12 +347,13 @@ class TaskDispatcher:
 
         Args:
             result: for all processes, including those that come later.
-            arrays: that belong to it, until the next call ends.
+            arrays: that belong to it, until the next call with arrays ends.
             kept_arrays: further arrays, which are kept as long as the result.
         """
         self.note_progress()
         with self._changed:
-            self._results = {call: (found, {}, kept) for call, (found, _, kept) in self._results.items()}
+            if arrays:
+                self._results = {call: (found, {}, kept) for call, (found, _, kept) in self._results.items()}
             self._results[self._call] = (result, arrays or {}, kept_arrays or {})
             self._is_open = False
             self._changed.notify_all()

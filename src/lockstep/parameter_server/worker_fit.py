@@ -84,9 +84,12 @@ def run_evaluator(
     except ClusterError:
         result = task_client.wait_for_end(call)  # Servers stop when the call ends; the chief reports a lost one.
     last = max(result.result.get("epoch", []), default=-1) + 1
-    if validation_data is not None and result.arrays and last > evaluated:
+    if validation_data is not None and last > evaluated:
         trainable, others = _numbered(result.arrays, "trainable/"), _numbered(result.arrays, "non_trainable/")
-        _evaluate(model, validation_data, trainable, others, f"{last}, the last one", log)
+        if not trainable:
+            log(f"evaluator: did not evaluate epoch {last}, the last one: the chief holds the weights of a later call")
+        else:
+            _evaluate(model, validation_data, trainable, others, f"{last}, the last one", log)
     return result
 
 

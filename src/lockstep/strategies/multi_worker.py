@@ -204,8 +204,8 @@ class MultiWorkerMirroredStrategy(WorkerStrategy):
         cluster_resolver: gives the workers' addresses and this process's index; by default from ``TF_CONFIG`` or the scheduler
             (:mod:`lockstep.cluster_resolver`). If neither is set, this process is the only worker. If the program or its engine has
             called ``jax.distributed.initialize``, the processes of JAX are the workers, and a resolver must agree with them.
-        communication_options: how gradients are sent; ``timeout_seconds`` is the limit of every wait for another worker, 60 by
-            default.
+        communication_options: how gradients are sent; ``timeout_seconds`` is the limit of waits for another worker, 60 by
+            default; while it compiles, saves, or has not made a call yet, half an hour is.
         devices: names of this worker's devices, such as ``"gpu:0"``; by default all local ones.
         replicas: number of replicas of all workers together, by default one a device.
         deterministic: as in :class:`MirroredStrategy`; the bits do not depend on the number of processes either.

@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep._errors import OptionError
+from lockstep._errors import MAX_WAIT_SECONDS, OptionError
 from lockstep.distributed.cluster.addresses import join_address
 
 MAX_BYTES = 16 * 2**20
@@ -40,7 +40,6 @@ _LENGTH = struct.Struct(">I")
 HEADER_BYTES = _LENGTH.size
 _CHUNK = 2**18
 _KEEPALIVE_IDLE_SECONDS, _KEEPALIVE_INTERVAL_SECONDS, _KEEPALIVE_PROBES = 15, 5, 4
-MAX_WAIT_SECONDS = (2**31 - 1) / 1000  # of one wait of the operating system: 25 days
 
 
 class ProtocolError(Exception):

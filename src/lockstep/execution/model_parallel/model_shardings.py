@@ -210,7 +210,7 @@ def _axes(pattern: Any, axes: Any, mesh: MeshAxes) -> Axes:
         )
     named = [axis for axis in axes if axis is not None]
     for axis in named:
-        if axis not in mesh.sizes:
+        if not isinstance(axis, str) or axis not in mesh.sizes:
             names = ", ".join(map(repr, mesh.sizes))
             raise OptionError(f"layout: rule {pattern!r} names the axis {shown(axis)}, and the mesh has {names}.")
     if len(named) > len(set(named)):
