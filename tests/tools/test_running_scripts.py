@@ -119,5 +119,7 @@ def test_what_goes_wrong_in_the_look_is_told_whatever_the_script_catches(script)
 def test_a_script_without_fit_or_that_is_not_there_is_told(script, tmp_path):
     with pytest.raises(OptionError, match="ended without a call of fit"):
         found_in(script("raise SystemExit(0)"))
+    with pytest.raises(OptionError, match=r"fit \(sys.exit\('no data found'\)\), so"):
+        found_in(script("raise SystemExit('no data found')"))
     with pytest.raises(OptionError, match=r"other\.py: no such file"):
         found_in(str(tmp_path / "other.py"))

@@ -96,7 +96,7 @@ def run_replicas(
 def _run_single(one: Callable[[jax.Array, Any], ReplicaResult], replicas: jax.Array, inputs: Any) -> ReplicaResult:
     """Run a single replica without ``vmap``; like the arguments, the result has an axis of replicas."""
     result = one(replicas[0], jax.tree.map(lambda leaf: leaf[0], inputs))
-    return jax.tree.map(lambda leaf: leaf[None], result)
+    return jax.tree.map(lambda leaf: jnp.expand_dims(leaf, 0), result)
 
 
 def _runs(rows: tuple[int, ...], vectorize: bool) -> Iterator[tuple[int, int, int, int]]:

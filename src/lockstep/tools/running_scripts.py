@@ -20,7 +20,7 @@ from typing import Any
 
 import keras
 
-from lockstep._errors import OptionError, signal_name
+from lockstep._errors import OptionError, shown, signal_name
 from lockstep._keras.trainer import intercept_fit
 from lockstep.doctor.base import calling_location
 from lockstep.launch.worker_process import die_with_parent
@@ -89,6 +89,7 @@ def run_until_fit(path: str, arguments: Sequence[str], on_fit: Callable[[FirstFi
     """
     check_exists(path)
     outcome: list[Exception | None] = []  # the exception of on_fit, or None
+    exit_code: Any = None
 
     def intercept(model: keras.Model, fit: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not outcome:
@@ -105,12 +106,14 @@ def run_until_fit(path: str, arguments: Sequence[str], on_fit: Callable[[FirstFi
         except BaseException as error:  # If a script has caught _FirstFitReached, any other exception may follow.
             if isinstance(error, KeyboardInterrupt) or not (outcome or isinstance(error, SystemExit)):
                 raise
+            exit_code = error.code if isinstance(error, SystemExit) else None
     if outcome:
         if outcome[0] is not None:
             raise outcome[0]
         return
+    said = f" (sys.exit({shown(exit_code)}))" if exit_code else ""
     raise NoFitError(
-        f"{path}: the script ended without a call of fit, so there is nothing to examine. Fix: in a custom training loop, call "
+        f"{path}: the script ended without a call of fit{said}, so there is nothing to examine. Fix: in a custom training loop, call "
         "strategy.doctor or lockstep.scaling_report."
     )
 
