@@ -111,6 +111,9 @@ class KerasInput(trainer.DataAdapter):
             resumed.seek()  # Now, as on_epoch_begin of a callback may have set the order of the epoch.
             # What has run in this epoch so far ran there before.
             restore_random_state(resumed.start.after if self._resume.steps else before)
+            # The end of data of unknown length was not found before the checkpoint, and Keras cannot begin with an epoch without steps.
+            if not self._resume.steps and self._source.restarts and next(resumed, None) is None:
+                self._keras_pass = self._begin_pass()
         return self._keras_pass
 
     @property

@@ -595,3 +595,18 @@ def test_threads_read_no_batch_of_the_next_epoch_before_its_hooks(stop, is_distr
     assert left(2) == left(1)
     assert left(2, tmp_path, stop) is None
     assert left(2, tmp_path) == left(1)
+
+
+def test_data_of_unknown_length_that_ends_with_an_epoch_begins_again_in_a_resumed_run(tmp_path):
+    def fit(passes, epochs, *callbacks):
+        rows = Rows()
+        keras.utils.set_random_seed(0)
+        with lockstep.MirroredStrategy(["cpu:0"], replicas=2).scope():
+            model = keras.Sequential([keras.layers.Dense(1)])
+            model.compile(keras.optimizers.SGD(0.1), "mse")
+        batches = lambda step: rows[step % 3] if step < 3 * passes else None  # noqa: E731
+        model.fit(batches, steps_per_epoch=3, epochs=epochs, verbose=0, callbacks=callbacks)
+        return np.concatenate(model.get_weights(), axis=None).tobytes()
+
+    fit(2, 2, BackupAndRestore(tmp_path))
+    assert fit(2, 2, BackupAndRestore(tmp_path, extend=True)) == fit(4, 4)
