@@ -233,10 +233,10 @@ class WorkerFitDispatch(fit_entry.ProcessGroup):
     def _apply_result(self, model: keras.Model, result: CallResult) -> keras.callbacks.History:
         """Give the model the chief's weights, and return the chief's history as the result of ``fit``."""
         variables = synced_variables(model)
-        if variables.keys() <= result.arrays.keys():
-            for name, variable in variables.items():
+        for name, variable in variables.items():
+            if name in result.arrays:
                 variable.assign(result.arrays[name])
-        else:
+        if variables and variables.keys().isdisjoint(result.arrays):
             self._context.log(scheduler_base.WEIGHTS_DROPPED)
         history = keras.callbacks.History()
         history.history, history.epoch = dict(result.result["history"]), list(result.result["epoch"])

@@ -265,9 +265,8 @@ class WorkerScheduler(SchedulerBase):
             if self._runner is not None:
                 self._runner.close()
             self._server = self._runner = None
-        if weights_of(self._model).keys() <= result.arrays.keys():
-            set_weights(self._model, result.arrays)
-        else:
+        set_weights(self._model, result.arrays)
+        if weights_of(self._model).keys().isdisjoint(result.arrays):
             self._context.log(WEIGHTS_DROPPED)
         self._task_client.leave(self._call)
 
