@@ -1,6 +1,7 @@
 """Custom training loops: ``run``, meetings of replicas, reductions, contexts; on several topologies."""
 
 import contextlib
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -490,6 +491,75 @@ def test_each_replica_draws_its_own_noise_and_one_seed_is_kept():
     np.testing.assert_array_equal(np.asarray(state[0]), np.asarray(kept[0]))
     assert isinstance(state[0], jax.Array)
     assert "stateless_call" not in vars(model)
+
+
+class Keeps(layers.Layer):
+    """Keeps what a function computes of its rows in a variable."""
+
+    def __init__(self, compute, dtype="float32", aggregation=None):
+        super().__init__()
+        self.compute, self.options = compute, {"dtype": dtype, "aggregation": aggregation}
+
+    def build(self, shape):
+        self.kept = self.add_weight(shape=(), initializer="ones", trainable=False, autocast=False, **self.options)
+
+    def call(self, x, training=False):
+        if training:
+            self.kept.assign(self.kept + ops.cast(self.compute(x), self.kept.dtype))
+        return x
+
+
+def rows_of(x):
+    return ops.shape(x)[0]
+
+
+def one_of(x):
+    return 1
+
+
+KEPT = [
+    *itertools.product([ops.mean, one_of], ["float32"], [None, "mean", "sum", "only_first_replica"]),
+    *itertools.product([rows_of, ops.max], ["float32", "int32"], ["sum", "only_first_replica"]),
+    *itertools.product([one_of], ["int32"], [None, "mean"]),
+]
+REFUSED = [
+    *itertools.product([rows_of, ops.sum, ops.max, ops.var], ["float32"], [None]),
+    *itertools.product([rows_of, ops.mean], ["int32"], [None, "mean"]),
+]
+
+
+def kept_by_run(compute, dtype, aggregation, replicas=2, **call):
+    """Return what a layer keeps of 5 rows, the model, and the rows."""
+    strategy = make(replicas)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((3,)), Keeps(compute, dtype, aggregation)])
+    x = np.random.default_rng(0).normal(size=(5, 3)).astype("float32")
+
+    def step(state, x):
+        return model.stateless_call([], state, x, training=True, **call)[1]
+
+    state = [variable.value for variable in model.non_trainable_variables]
+    return strategy.run(step, (state, one_batch(strategy, x)))[0], model, x
+
+
+@pytest.mark.parametrize(
+    ("compute", "dtype", "aggregation", "replicas"),
+    [*((*case, 2) for case in KEPT), (ops.max, "float32", None, 1), (rows_of, "int32", "mean", 1)],
+)
+def test_a_layer_keeps_what_fit_keeps(compute, dtype, aggregation, replicas):
+    kept, model, x = kept_by_run(compute, dtype, aggregation, replicas)
+    model.compile(loss="mse")
+    model.fit(x, x, batch_size=5, shuffle=False, verbose=0)
+    np.testing.assert_allclose(np.asarray(kept), np.asarray(model.layers[0].kept.value), rtol=1e-6)
+
+
+@pytest.mark.parametrize(("compute", "dtype", "aggregation"), REFUSED)
+def test_a_layer_that_needs_the_global_batch_needs_an_aggregation(compute, dtype, aggregation):
+    with pytest.raises(
+        lockstep.ModelError,
+        match=r"keeps values that differ between replicas: variable 'sequential.*\. Fix: make the variable",
+    ):
+        kept_by_run(compute, dtype, aggregation, return_losses=True)
 
 
 class Adds(layers.Layer):

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import keras
 
-from lockstep._errors import ScopeError, member_of
+from lockstep._errors import ModelError, ScopeError, member_of
 from lockstep._keras.graph import copy_keras_mask
 from lockstep._keras.patches import STATELESS_CALL, patched_method, value_in_context
 from lockstep.collectives import AutoAllReduce, CrossDeviceOps
@@ -29,7 +29,7 @@ from lockstep.custom_loops.per_replica import (
     value_of,
 )
 from lockstep.custom_loops.replica_runner import SyncPoint, sync
-from lockstep.execution.call_splitter import state_merge
+from lockstep.execution.call_splitter import CannotSplitError, ModelCall, merges_with, state_merges
 from lockstep.execution.replica import StateMerge, with_replica_seeds
 from lockstep.execution.step_loop import trace_context
 from lockstep.execution.train_functions import is_in_step
@@ -310,7 +310,7 @@ class _CallOnReplica:
     """``model.stateless_call`` for a replica, based on the model's ``original`` one.
 
     Seeds differ from replica to replica, and the non-trainable values that it returns are those that ``fit`` would keep: averages
-    by rows, sums of changes, the seeds of replica 0. On a replica without rows, the outputs have no gradient and losses over rows
+    by rows, sums of changes, the seeds of replica 0. Where ``fit`` would need the global batch, it is refused. On a replica without rows, the outputs have no gradient and losses over rows
     are 0; regularization losses of weights are the same on each replica.
     """
 
@@ -326,12 +326,12 @@ class _CallOnReplica:
         """See ``keras.Layer.stateless_call``."""
         if (context := current_replica()) is None:  # In a merge call, or in another thread.
             return self.original(trainable, non_trainable, *args, **kwargs)
-        merges = [state_merge(variable) for variable in self.model.non_trainable_variables]
         replica = context.replica_id_in_sync_group
-        own = with_replica_seeds(non_trainable, merges, replica)
-        outputs, state, *losses = self.original(trainable, own, *args, **kwargs)
         found = [leaf.shape[0] for leaf in jax.tree.leaves((args, kwargs)) if is_array(leaf) and leaf.ndim]
         rows = next((length for length in found if length in context.lengths), found[0])  # Not that of a shared array.
+        merges = self._merges(context, trainable, non_trainable, (args, kwargs), rows)
+        own = with_replica_seeds(non_trainable, merges, replica)
+        outputs, state, *losses = self.original(trainable, own, *args, **kwargs)
         if not rows:  # A mean over no rows is NaN, and so would be its gradient.
             zero = _zero_of((trainable, args, kwargs))
             outputs = jax.tree.map(lambda leaf: copy_keras_mask(leaf, _constant(leaf, zero)), outputs)
@@ -345,6 +345,28 @@ class _CallOnReplica:
         for position, value in zip(changed, sums, strict=True):
             merged[position] = _merged(value, non_trainable[position], merges[position], total)
         return outputs, merged, *losses
+
+    def _merges(
+        self, context: ReplicaContext, trainable: Any, non_trainable: Any, arguments: Any, rows: int
+    ) -> tuple[StateMerge, ...]:
+        """Return how the replicas' values of each non-trainable variable are merged."""
+        if context.num_replicas_in_sync == 1:
+            return merges_with(self.model.non_trainable_variables, set())
+        args, kwargs = arguments
+        has_losses = bool(kwargs.get("return_losses"))
+        arguments = args, {name: value for name, value in kwargs.items() if name != "return_losses"}
+        values = list(trainable), list(non_trainable)
+        call = ModelCall.from_arguments(self.model, self.original, *values, arguments, has_losses, rows)
+        try:
+            # Outside of the replica; no compiled function may reuse the trace.
+            with value_in_context(_context, None), trace_context(object()):
+                return state_merges(call)
+        except CannotSplitError as error:
+            raise ModelError(
+                f"strategy.run: model {self.model.name!r} keeps values that differ between replicas: {error}. Fix: make the variable with "
+                "add_weight(…, aggregation='sum') or 'only_first_replica', or 'mean' for floating-point numbers; or use fit, which runs "
+                "such a model on the global batch."
+            ) from error
 
 
 def _zero_of(tree: Any) -> jax.Array:

@@ -111,7 +111,8 @@ class StrategyApi:
         Inside ``jax.jit`` the call becomes part of the compiled step; outside it is compiled separately, once for each ``fn``
         and each kind of argument, as ``jax.jit`` would. ``fn`` is traced once for all replicas whose arguments have the same
         shapes. A model of this strategy draws different noise on each replica, and the non-trainable values that its
-        ``stateless_call`` returns are merged over the replicas, as in ``fit``.
+        ``stateless_call`` returns are merged over the replicas, as in ``fit``; but a variable without ``aggregation`` whose value ``fit``
+        would compute on the global batch is refused.
 
         Args:
             fn: function of ``args`` and ``kwargs``. In it, :func:`lockstep.get_replica_context` returns the replica's context.
@@ -124,7 +125,7 @@ class StrategyApi:
 
         Raises:
             ModelError: the replicas do not sync in the same order, or sync inside a loop; ``fn`` assigns to a Keras variable, or needs
-                the value of an array while it is traced.
+                the value of an array while it is traced; a model keeps a value that needs an ``aggregation``.
             OptionError: the strategy is deterministic, ``args`` is not a tuple or list, an argument has no hash, or ``fn`` returns
                 something other than arrays.
             ScopeError: it is called on a replica.

@@ -9,7 +9,7 @@ In order of use: :func:`trace_call`, :func:`infer_output_spec`, :func:`split`, :
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,15 +98,17 @@ class ModelCall:
         non_trainable: list[Any],
         arguments: tuple[tuple[Any, ...], dict[str, Any]],
         has_losses: bool,
+        rows: int | None = None,
     ) -> "ModelCall":
         """Describe a call with positional and keyword ``arguments`` after the two lists of values; it returns losses if ``has_losses``.
 
-        Each array among them that has as many entries as the first has rows is cut like it; if these entries are not rows, the
+        Each array among them that has as many entries as the first has ``rows`` is cut like it; if these entries are not rows, the
         proof fails.
         """
         leaves, structure = jax.tree.flatten(arguments)
-        inputs = len(jax.tree.leaves(arguments[0][:1]))
-        rows = next((np.shape(leaf)[0] for leaf in leaves[:inputs] if np.ndim(leaf)), 0)
+        if rows is None:
+            inputs = len(jax.tree.leaves(arguments[0][:1]))
+            rows = next((np.shape(leaf)[0] for leaf in leaves[:inputs] if np.ndim(leaf)), 0)
         masked = tuple(n for n, leaf in enumerate(leaves) if _is_array(leaf) and get_keras_mask(leaf) is not None)
         leaves = [*leaves, *(jnp.asarray(get_keras_mask(leaves[position])) for position in masked)]
         is_cut = [np.ndim(leaf) > 0 and np.shape(leaf)[0] == rows for leaf in leaves]
@@ -264,10 +266,7 @@ def infer_output_spec(call: ModelCall, whole: CallTrace, sizes: set[int]) -> Out
     first_state = {variable.position for variable in whole.averaged}
     for part in parts[: len(proved)]:
         deps = _follow_rows(whole.trace, part)
-        for variable, dep in zip(whole.averaged, deps[len(shapes) :], strict=True):
-            _check_variable(variable, dep)
-            if not (dep is None or (variable.reason and isinstance(dep, Seeded))):
-                first_state.discard(variable.position)
+        first_state &= _first_state(whole.averaged, deps[len(shapes) :])
         found.append(tuple(_row_axis(*one) for one in zip(shapes, deps, strict=False)))
         _check_noise(whole.form, deps[: len(shapes) - sum(whole.form.has_mask)])
         has_mean = any(isinstance(dep, RowMean) for dep in deps)
@@ -280,6 +279,42 @@ def infer_output_spec(call: ModelCall, whole: CallTrace, sizes: set[int]) -> Out
                 f"its results for {part.rows} of its rows have other axes of rows than those for all"
             )
     return OutputSpec(whole.form, found[0], tuple(one.dtype for one in shapes), frozenset(first_state), allows_padding)
+
+
+def state_merges(call: ModelCall) -> tuple[StateMerge, ...]:
+    """Return how the values of each non-trainable variable are merged if each replica makes this call with rows of its own.
+
+    Raises:
+        CannotSplitError: a variable without an aggregation is proved neither a mean over the rows nor the same on each replica.
+    """
+    variables = call.model.non_trainable_variables
+    first: set[int] = set()
+    if any(_reason_for_proof(call.model, variable) for variable in variables):
+        rows = max(call.rows, 2)
+        with _explaining_size(call.rows, 2 * rows):
+            whole = _trace(call, 2 * rows)
+        part = _trace(call, rows)
+        deps = _follow_rows(whole.trace, part.trace)
+        first = _first_state(whole.averaged, deps[len(deps) - len(whole.averaged) :])
+    return merges_with(variables, first)
+
+
+def merges_with(variables: list[keras.Variable], first_state: Set[int]) -> tuple[StateMerge, ...]:
+    """Return how the replicas' values of non-trainable variables are merged, with the value of the first at these positions."""
+    return tuple(
+        StateMerge.FIRST if i in first_state else state_merge(variable) for i, variable in enumerate(variables)
+    )
+
+
+def _first_state(averaged: tuple[_AveragedVariable, ...], deps: Sequence[RowDependence]) -> set[int]:
+    """Check how variables follow from the rows; return the positions of those that get the value of the first replica."""
+    for variable, dep in zip(averaged, deps, strict=True):
+        _check_variable(variable, dep)
+    return {
+        variable.position
+        for variable, dep in zip(averaged, deps, strict=True)
+        if dep is None or (variable.reason and isinstance(dep, Seeded))
+    }
 
 
 def _check_numbers(whole: dict[Any, Any], part: dict[Any, Any], rows: int, size: int) -> None:

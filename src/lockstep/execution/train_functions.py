@@ -35,13 +35,12 @@ from lockstep.execution.call_splitter import (
     ModelCall,
     infer_output_spec,
     join,
+    merges_with,
     split,
-    state_merge,
     trace_call,
 )
 from lockstep.execution.executors import EagerExecutor, Executor, SpmdExecutor
 from lockstep.execution.nonfinite_gate import GatedStep
-from lockstep.execution.replica import StateMerge
 from lockstep.execution.spmd import SpmdForward
 from lockstep.execution.step_loop import KerasStep, StepHook, StepLoop, StepPrograms, first_result
 from lockstep.execution.train_state import dispatch_lock
@@ -237,14 +236,10 @@ class _ForwardInterceptor:
                 subject = "it" if model is self.model else f"model {model.name!r} within it"
                 self.log(f"{subject} runs on the global batch{normalized}, {self.executor.global_batch_note}: {reason}")
                 return self.executor.call_whole(call, self._placed_inputs(call))
-            merges = tuple(
-                StateMerge.FIRST if position in spec.first_state else state_merge(variable)
-                for position, variable in enumerate(model.non_trainable_variables)
-            )
             forward = SpmdForward(
                 model,
                 split(spec, call),
-                merges,
+                merges_with(model.non_trainable_variables, spec.first_state),
                 call.trainable,
                 call.non_trainable,
                 call.shared,
