@@ -176,6 +176,11 @@ except ValueError:  # The launcher ends all when this worker has ended.
 """
 MEETING = """if label == "polled":
         write('at-' + name); wait_for(lambda: is_there('at-worker0') and is_there('at-worker1'))
+    if label == "again":
+        try:
+            model.fit(np.ones((4, 3)), np.ones((4, 1)), verbose=0)
+        except lockstep.ScopeError as error:
+            label = str(error)
     if label == "wrong" and number == 2:
         wait_for(lambda: all(is_there('said-' + process) for process in ('chief0', 'ps0', 'worker0', 'worker1')))
         raise ValueError('two is too much')"""
@@ -197,6 +202,7 @@ def test_two_workers_run_each_function_once_and_all_processes_get_the_same(count
     assert [one["number"] for one in chief["found"]] == list(range(20))
     assert {one["who"] for one in chief["found"]} == {"worker0", "worker1"}
     assert chief["sums"] == [1.5, [0, 1], 7]
+    assert chief["one"]["label"].startswith("A scheduled function cannot call fit. Fix: use train_on_batch")
     assert chief["first"] == [30.0] * 3
     assert chief["last"] == [[31.0] * 3, [6.0]]  # Where the chief's script has changed a weight, that stands
 

@@ -12,7 +12,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from lockstep._errors import USER_ERROR, ClusterError, summary_of
+from lockstep._errors import USER_ERROR, ClusterError, ScopeError, summary_of
 from lockstep._keras import trainer
 from lockstep._keras.trainer import refresh_before_sync
 from lockstep.data import fit_entry
@@ -155,6 +155,10 @@ class WorkerFitDispatch(fit_entry.ProcessGroup):
 
     def run_call(self, model: keras.Model, call: str, arguments: dict[str, Any], proceed: Callable[[], Any]) -> Any:
         """See :class:`lockstep.data.fit_entry.ProcessGroup`."""
+        if call == "fit" and self.scheduler.is_in_function:
+            raise ScopeError(
+                "A scheduled function cannot call fit. Fix: use train_on_batch in it, or call fit in the loop that schedules it."
+            )
         if call == "predict" or self.scheduler.is_in_function:
             arguments["verbose"] = 0
             return proceed()
