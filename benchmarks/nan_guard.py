@@ -18,7 +18,7 @@ from results_file import write
 
 import lockstep
 from lockstep.execution.executors import DeterministicExecutor, SpmdExecutor
-from lockstep.execution.train_functions import StepFunctions
+from lockstep.execution.step_functions import StepFunctions
 from lockstep.fit.nan_guard import NanGuard, StepGuard
 
 ROUNDS, CALLS = 15, 8

@@ -1,6 +1,6 @@
 """Cluster resolvers: the processes of a job, from the variables of schedulers and launchers.
 
-The counterpart of ``tf.distribute.cluster_resolver``, with ``tf.train.ClusterSpec``.
+The counterpart of ``tf.distribute.cluster_resolver``, with ``tf.train.ClusterSpec``. They are in ``distributed/resolvers``.
 """
 
 from lockstep.distributed.cluster.membership import ClusterSpec, WorkerGroup

@@ -155,7 +155,7 @@ def measure_joined(case, count):
     functions = strategy._functions_of(model)
     step = functions.build_step(functions.executor, "train")
     with recording() as programs:
-        functions.executor.compile_joined(step)(state, (batch,) * count)
+        functions.executor.compile_multi_step(step)(state, (batch,) * count)
     return _measured(programs)
 
 

@@ -43,7 +43,7 @@ def test_step_exchanges_and_needs_what_its_model_implies(case):
 
 
 @pytest.mark.timeout(900)
-def test_joined_steps_are_one_program_with_the_collectives_of_one_step():
+def test_scanned_steps_are_one_program_with_the_collectives_of_one_step():
     case = Case("MLP", "fast", "v5e 2x2")
     one, joined = steps.measure(case), steps.measure_joined(case, 4)
     assert (joined.programs, joined.exchanged, joined.donated) == (1, one.exchanged, one.donated)

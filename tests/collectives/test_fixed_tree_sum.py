@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lockstep.collectives.fixed_tree_sum import branches, tree_sum
-from lockstep.devices.batch_split import Layout
+from lockstep.devices.batch_split import BatchLayout
 from lockstep.devices.placement import DEVICE_AXIS, Placement
 from lockstep.execution.isolated_replicas import TreeAdder, reduction_schedule, replica_rounds
 from lockstep.execution.spmd import PerDevice
 
-layouts = st.builds(Layout, st.integers(1, 200), st.integers(1, 20), st.integers(1, 9))
+layouts = st.builds(BatchLayout, st.integers(1, 200), st.integers(1, 20), st.integers(1, 9))
 
 
 def in_order(pieces):
@@ -92,7 +92,7 @@ def test_adding_replica_by_replica_gives_the_sum_in_order(layout):
 @settings(deadline=None, max_examples=1)
 @given(st.integers(0, 1000))
 def test_the_bits_are_those_of_the_naive_sum_in_order(replicas, devices, seed):
-    layout = Layout(replicas * 2 - 1, replicas, devices)
+    layout = BatchLayout(replicas * 2 - 1, replicas, devices)
     placement = Placement(Mesh(np.asarray(jax.local_devices()[:devices]), (DEVICE_AXIS,)), replicas)
     rng = np.random.default_rng(seed)
     shapes = [(), (3,), (5000,), (70, 101)]  # Short ones travel together, long ones in slices that need padding.
@@ -117,7 +117,7 @@ def test_the_bits_are_those_of_the_naive_sum_in_order(replicas, devices, seed):
 
 def test_values_of_several_dtypes_keep_them():
     mesh = Mesh(np.asarray(jax.local_devices()[:2]), (DEVICE_AXIS,))
-    _, where = reduction_schedule(Layout(4, 2, 2))
+    _, where = reduction_schedule(BatchLayout(4, 2, 2))
     values = [np.arange(2, dtype=dtype) for dtype in ("float32", "int32", "float16", "bool")]
     cut = PartitionSpec(DEVICE_AXIS)
     add = jax.shard_map(

@@ -17,8 +17,8 @@ import pytest
 import lockstep
 from lockstep.data import prefetch
 from lockstep.data.cache import FileBatchStore
-from lockstep.data.pass_iterator import PassIterator
 from lockstep.data.prefetch import WaitMeter
+from lockstep.data.resumable_iterator import ResumableIterator
 from lockstep.data.sources import make_source
 from lockstep.devices.placement import DEVICE_AXIS, Placement
 from tests.laws.compare import Topology
@@ -317,7 +317,7 @@ def test_only_a_wait_in_which_no_step_runs_counts(ends):
 def test_a_batch_that_is_late_does_not_wait_for_the_last_step():
     last = Unfinished()
     source = make_source((batch for batch in cut(*data())), pending=lambda generator: deque())
-    feed = PassIterator(source, lambda batch: batch, 2, WaitMeter())
+    feed = ResumableIterator(source, lambda batch: batch, 2, WaitMeter())
     feed.set_limit(1)
     assert feed.take(last)[0].shape == (BATCH, 2)  # The devices still work on that step.
     last.ended.set()

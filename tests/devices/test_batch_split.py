@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.devices.batch_split import Layout, rows_of_replicas
+from lockstep.devices.batch_split import BatchLayout, rows_of_replicas
 
 
 @pytest.mark.parametrize(
@@ -25,7 +25,7 @@ def test_rows_are_split_as_tf_distribute_splits_them(rows, replicas, expected):
     assert rows_of_replicas(rows, replicas) == expected
 
 
-layouts = st.builds(Layout, st.integers(1, 300), st.integers(1, 20), st.integers(1, 12))
+layouts = st.builds(BatchLayout, st.integers(1, 300), st.integers(1, 20), st.integers(1, 12))
 
 
 @given(layouts)

@@ -9,8 +9,8 @@ import pytest
 
 from lockstep import ClusterError, OptionError
 from lockstep._logging import CancelledError, is_cancelled
+from lockstep.distributed.control.connect import open_control_channel
 from lockstep.distributed.control.failure_detector import FailureKind
-from lockstep.distributed.control.join import join
 from lockstep.distributed.process_group import coordinate_saving
 from tests.distributed.threaded_job import ThreadedJob
 from tests.support.waiting import DEADLINE, wait_until
@@ -330,10 +330,10 @@ def test_jobs_follow_each_other_on_one_port():
         second.everyone(lambda session: session.leave())
         again = {**second.arguments(0), "listener": None}
         again["group"] = type(again["group"])(workers=2, index=0, coordinator=port)
-        chief = threading.Thread(target=lambda: second.sessions.update({0: join(**again)}), daemon=True)
+        chief = threading.Thread(target=lambda: second.sessions.update({0: open_control_channel(**again)}), daemon=True)
         chief.start()
         other = {**again, "group": type(again["group"])(workers=2, index=1, coordinator=port)}
-        second.sessions[1] = join(**other)
+        second.sessions[1] = open_control_channel(**other)
         chief.join(DEADLINE)
         assert second.everyone(lambda session: session.gather("rows", 1)) == [[1, 1]] * 2
 

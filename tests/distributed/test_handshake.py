@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.distributed.cluster.membership import WorkerGroup
-from lockstep.distributed.control.control_server import Coordinator
+from lockstep.distributed.control.control_server import ControlServer
 from lockstep.distributed.control.failure_detector import Limits
 from lockstep.distributed.control.handshake import (
     PROTOCOL,
@@ -66,7 +66,7 @@ class Chief(Listener):
         self.peer = Peer(1, 2, "there", 77, identity={"jax": "hidden"})
         me = replace(self.peer, index=0, **HIDDEN)
         group = WorkerGroup(workers=2, index=0, coordinator=self.address)
-        server = Coordinator(group, me, self.listener, SECRET, Limits(DEADLINE, 1000), self.lines.append)
+        server = ControlServer(group, me, self.listener, SECRET, Limits(DEADLINE, 1000), self.lines.append)
         self.callback(server.connection.close)
         self.callback(server.stop)
         self.entry = "jax"

@@ -10,8 +10,8 @@ from lockstep.distributed import jax_init
 from lockstep.distributed.cluster.addresses import split_address
 from lockstep.distributed.cluster.env_reader import NetworkOptions
 from lockstep.distributed.cluster.membership import WorkerGroup
+from lockstep.distributed.control.connect import open_control_channel
 from lockstep.distributed.control.handshake import open_listener
-from lockstep.distributed.control.join import join
 from lockstep.parameter_server.process_role import ProcessContext, ProcessRole
 from tests.launch.launching import program, run
 from tests.support.processes import own_host
@@ -80,8 +80,12 @@ def context(job, network):
 
 
 START = {
-    "chief": lambda network: join(WorkerGroup(2, 0, ELSEWHERE), {}, network=network, start_seconds=0.1, log=str),
-    "worker": lambda network: join(WorkerGroup(2, 1, ELSEWHERE), {}, network=network, start_seconds=0.1, log=str),
+    "chief": lambda network: open_control_channel(
+        WorkerGroup(2, 0, ELSEWHERE), {}, network=network, start_seconds=0.1, log=str
+    ),
+    "worker": lambda network: open_control_channel(
+        WorkerGroup(2, 1, ELSEWHERE), {}, network=network, start_seconds=0.1, log=str
+    ),
     "dispatcher": lambda network: context("chief", network).serve_dispatcher(None),
     "client of the dispatcher": lambda network: context("worker", network).connect_to_dispatcher(),
     "parameter server": lambda network: context("ps", network).serve_variables(None, 1),

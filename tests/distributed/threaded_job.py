@@ -4,7 +4,7 @@ import socket
 import threading
 
 from lockstep.distributed.cluster.membership import WorkerGroup
-from lockstep.distributed.control.join import join
+from lockstep.distributed.control.connect import open_control_channel
 from tests.support.waiting import DEADLINE
 
 
@@ -71,6 +71,6 @@ class ThreadedJob:
 
     def _join(self, index):
         try:
-            self.sessions[index] = join(**self.arguments(index))
+            self.sessions[index] = open_control_channel(**self.arguments(index))
         except Exception as error:
             self.errors[index] = error

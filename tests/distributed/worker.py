@@ -10,7 +10,7 @@ import time
 
 from lockstep.distributed.cluster.env_reader import NetworkOptions
 from lockstep.distributed.cluster.membership import WorkerGroup
-from lockstep.distributed.control.join import join
+from lockstep.distributed.control.connect import open_control_channel
 from lockstep.distributed.control.termination import ExitGuard
 from tests.support.telling import tell
 
@@ -111,7 +111,7 @@ def main(config):
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})  # Before there are threads that would take it.
     guard = ExitGuard(grace_seconds=0.3)
     guard.install()
-    guard.client = join(
+    guard.client = open_control_channel(
         WorkerGroup(workers=config["workers"], index=config["index"], coordinator=config["coordinator"]),
         config.get("identity", {"jax": "1"}),
         network=NetworkOptions(None if secret is None else secret.encode()),

@@ -18,7 +18,7 @@ import numpy as np
 
 import lockstep
 import lockstep.checkpoint.format as checkpoint_format
-from lockstep.distributed.control.join import _Join
+from lockstep.distributed.control.connect import _Join
 from lockstep.fit.checkpointing.fit_checkpoint import FitCheckpoint
 from lockstep.parameter_server import worker_fit
 from lockstep.parameter_server.process_role import ProcessContext

@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import re
 import types
 from pathlib import Path
 
@@ -121,6 +122,13 @@ def test_each_entry_replaces_attributes_that_keras_has_and_restores_them(model, 
         assert getattr(owner, name) == original
     assert unchanged(before, snapshot(model))
     assert all((patch.lifetime, patch.reason, patch.public_api))
+
+
+@pytest.mark.parametrize("name", [name for name, one in vars(patches).items() if isinstance(one, patches.Patch)])
+def test_each_entry_names_the_files_that_use_it(name):
+    files = sorted(PACKAGE.rglob("*.py"))
+    using = [str(path.relative_to(PACKAGE)) for path in files if re.search(rf"\b{name}\b", path.read_text())]
+    assert sorted({*using} - {"_keras/patches.py"}) == sorted(getattr(patches, name).used_by)
 
 
 def test_attributes_outside_of_the_table_are_refused_and_earlier_ones_restored(model):

@@ -275,14 +275,14 @@ FAULTS = [
     ),
     Mutant(
         "position-since-resumed",
-        "data/pass_iterator.py",
+        "data/resumable_iterator.py",
         "return self._reader.taken + (self.start.batches if self.start else 0)",
         "return self._reader.taken",
         "A run that is resumed twice goes on from where the second one would be had it begun at 0.",
     ),
     Mutant(
         "generators-not-restored",
-        "data/pass_iterator.py",
+        "data/resumable_iterator.py",
         "restore_random_state(start.after)",
         "pass",
         "A pass that goes on draws other random numbers than one that was not interrupted.",
@@ -630,7 +630,7 @@ FAULTS = [
     ),
     Mutant(
         "start-waits-without-limit",
-        "distributed/control/join.py",
+        "distributed/control/connect.py",
         "elif connection.ended is not None or self.clock() - heard > self.limits.timeout:",
         "elif connection.ended is not None:",
         "A worker waits for ever for a chief that says nothing more.",

@@ -8,7 +8,7 @@ from keras import layers, ops
 
 import lockstep
 from lockstep import ModelError
-from lockstep.devices.batch_split import Layout
+from lockstep.devices.batch_split import BatchLayout
 from lockstep.devices.placement import PlacedRows
 from lockstep.parameter_server.gradient_step import (
     check_can_split,
@@ -196,12 +196,14 @@ def test_parts_are_the_rows_of_replicas_in_their_order(rows, parts):
     batch = ({"a": np.arange(rows), "b": np.arange(rows) * 2.0}, np.arange(rows)[:, None])
     busy = nonempty_parts(rows, parts)
     found = [part_of(batch, part, parts) for part in range(busy)]
-    assert [count_batch_rows(one) for one in found] == list(Layout(rows, parts, 1).busy_replicas)
+    assert [count_batch_rows(one) for one in found] == list(BatchLayout(rows, parts, 1).busy_replicas)
     for one, whole in zip(zip(*map(keras.tree.flatten, found), strict=True), keras.tree.flatten(batch), strict=True):
         assert (np.concatenate(one) == whole).all()
 
 
 def test_rows_are_counted_on_the_host_and_on_devices():
-    placed = PlacedRows(jax.numpy.zeros((8, 3)), Layout(7, 2, 2))  # The devices have a place more than there are rows.
+    placed = PlacedRows(
+        jax.numpy.zeros((8, 3)), BatchLayout(7, 2, 2)
+    )  # The devices have a place more than there are rows.
     assert count_batch_rows((X, Y)) == count_batch_rows((placed, placed)) == 7
     assert count_batch_rows(({"a": np.zeros((4, 2))},)) == 4

@@ -6,8 +6,9 @@ from hypothesis import strategies as st
 
 from lockstep import OptionError
 from lockstep.distributed.control.transport import ProtocolError
+from lockstep.parameter_server.staleness import StalenessBound
 from lockstep.parameter_server.variable_server import SyncAggregator
-from lockstep.parameter_server.variable_store import CompletedIds, Push, StalenessBound
+from lockstep.parameter_server.variable_store import CompletedIds, Push
 
 EVENTS = st.lists(st.tuples(st.sampled_from(["step", "pause", "leave"]), st.integers(0, 3)), max_size=120)
 

@@ -73,12 +73,12 @@ def test_a_checkpoint_has_the_state_after_the_last_step_or_is_not_written(is_kno
     """When the servers are lost, the state after the last step may be lost with them; that before it belongs to another step."""
     with ServedDispatcher() as served:
         chief, before, after = chief_of(served, []), [[0], [], [], []], [[1], [], [], []]
-        chief._client, chief._keras_state, chief._settled_state = Mock(), before, after if is_known else None
+        chief._client, chief._keras_state, chief._state_after_steps = Mock(), before, after if is_known else None
         served.dispatcher.abort("ps 0 of 1 was lost")
         if is_known:
             assert chief.newest_state() is after
         else:
-            assert chief.settle() is None
+            assert chief.wait_for_steps() is None
             with pytest.raises(ClusterError, match="ps 0 of 1 was lost"):
                 chief.newest_state()
 

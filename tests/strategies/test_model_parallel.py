@@ -485,7 +485,7 @@ def test_convolutions_of_grouped_channels_have_the_gradients_of_one_device(rows)
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_joined_steps_have_the_numbers_of_single_steps(monkeypatch):
+def test_scanned_steps_have_the_numbers_of_single_steps(monkeypatch):
     def fit(steps):
         strategy = lockstep.ModelParallelStrategy({"data": 2, "model": 2}, devices=CPUS)
         keras.utils.set_random_seed(0)
@@ -496,10 +496,10 @@ def test_joined_steps_have_the_numbers_of_single_steps(monkeypatch):
         return strategy.layout(model).rules(), model.get_weights()
 
     rules, weights = fit(1)
-    monkeypatch.setattr("lockstep.execution.executors.SpmdExecutor.joins_steps", True)
-    same, joined = fit(2)
+    monkeypatch.setattr("lockstep.execution.executors.SpmdExecutor.scans_steps", True)
+    same, scanned = fit(2)
     assert rules == same == MEGATRON
-    for ours, expected in zip(joined, weights, strict=True):
+    for ours, expected in zip(scanned, weights, strict=True):
         np.testing.assert_allclose(ours, expected, rtol=1e-6, atol=1e-7)
 
 

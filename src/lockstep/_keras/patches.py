@@ -1,4 +1,4 @@
-"""Table of all attributes of Keras that Lockstep replaces, and the helper that replaces and restores them."""
+"""Table of all attributes of Keras that Lockstep replaces, with the files that do it, and the helper that replaces and restores them."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
@@ -17,6 +17,7 @@ class Patch:
         lifetime: how long the replacements stay.
         reason: why Lockstep replaces them.
         public_api: documented API of Keras that would replace the patch.
+        used_by: files of the package that replace them.
     """
 
     target: str
@@ -24,6 +25,7 @@ class Patch:
     lifetime: str
     reason: str
     public_api: str
+    used_by: tuple[str, ...]
 
 
 CLAIM_MODELS = Patch(
@@ -32,6 +34,7 @@ CLAIM_MODELS = Patch(
     lifetime="while a strategy's scope is open in any thread",
     reason="a strategy attaches itself to each model that is made, compiled or used in its scope",
     public_api="a hook that Keras calls for each new model, as it does for tf.distribute on TensorFlow",
+    used_by=("_keras/trainer.py",),
 )
 SHARD_VARIABLES = Patch(
     target="class Variable",
@@ -39,6 +42,7 @@ SHARD_VARIABLES = Patch(
     lifetime="while a strategy's scope is open in any thread",
     reason="a variable is laid over the devices when it gets its first value, before the next variable is made",
     public_api="a layout for each new variable, as a keras.distribution gives it",
+    used_by=("_keras/trainer.py",),
 )
 OPTIMIZER_VARIABLES = Patch(
     target="class Optimizer",
@@ -46,6 +50,7 @@ OPTIMIZER_VARIABLES = Patch(
     lifetime="while a strategy's scope is open in any thread",
     reason='with shard="optimizer" only the variables of optimizers are laid over the devices when they are made',
     public_api="a layout for each new variable, as a keras.distribution gives it",
+    used_by=("_keras/trainer.py",),
 )
 SYNCHRONIZED_ARGUMENT = Patch(
     target="class BatchNormalization",
@@ -53,6 +58,7 @@ SYNCHRONIZED_ARGUMENT = Patch(
     lifetime="while a strategy's scope is open in any thread",
     reason="Keras refuses synchronized=True on JAX, where a strategy can do it",
     public_api="BatchNormalization(synchronized=True) on JAX",
+    used_by=("_keras/trainer.py",),
 )
 STEP_FUNCTIONS = Patch(
     target="model",
@@ -60,6 +66,7 @@ STEP_FUNCTIONS = Patch(
     lifetime="as long as the model",
     reason="the functions that run a step are built by the strategy, and variables are built in its context",
     public_api="a trainer that is given to the model; subclassing Model is not enough, as users bring their own classes",
+    used_by=("_keras/trainer.py",),
 )
 FIT_INPUT = Patch(
     target="model",
@@ -67,6 +74,7 @@ FIT_INPUT = Patch(
     lifetime="as long as the model",
     reason="arguments are checked, and inputs are wrapped in an adapter that places batches on the devices",
     public_api="registration of a data adapter",
+    used_by=("data/fit_entry.py",),
 )
 OWN_FIT = Patch(
     target="class Model",
@@ -74,6 +82,7 @@ OWN_FIT = Patch(
     lifetime="while one of these methods of a model's own class runs, such as those of KerasHub",
     reason="super().fit in a model's own fit is the method of Keras's class, without the input and the hooks of the strategy",
     public_api="registration of a data adapter",
+    used_by=("_keras/trainer.py",),
 )
 CHIEF_ONLY_FILES = Patch(
     target="model",
@@ -81,6 +90,7 @@ CHIEF_ONLY_FILES = Patch(
     lifetime="as long as the model",
     reason="of several workers only the chief writes files, also from Keras's own callbacks",
     public_api="a predicate of keras.saving that says whether this process writes",
+    used_by=("distributed/process_group.py",),
 )
 CHIEF_ONLY_PRESETS = Patch(
     target="model of KerasHub",
@@ -88,6 +98,7 @@ CHIEF_ONLY_PRESETS = Patch(
     lifetime="as long as the model",
     reason="they write files, too, besides calling save_weights",
     public_api="a predicate of keras.saving that says whether this process writes",
+    used_by=("distributed/process_group.py",),
 )
 INTERCEPT_FIT = Patch(
     target="class Model",
@@ -95,6 +106,7 @@ INTERCEPT_FIT = Patch(
     lifetime="while a user's script runs up to its call of fit",
     reason="tools read the arguments of the script's first fit in place of running it",
     public_api="a hook around fit",
+    used_by=("_keras/trainer.py",),
 )
 OBSERVE_COMPILE = Patch(
     target="class Model",
@@ -102,6 +114,7 @@ OBSERVE_COMPILE = Patch(
     lifetime="while a user's script runs up to its call of fit",
     reason="the doctor notes the place where a model was compiled",
     public_api="a hook around compile",
+    used_by=("_keras/trainer.py",),
 )
 STATE_SYNC = Patch(
     target="model",
@@ -109,6 +122,7 @@ STATE_SYNC = Patch(
     lifetime="one call of fit with parameter servers",
     reason="the servers have the newest values, which are fetched before Keras writes its state into the variables",
     public_api="a callback before the trainer writes its state back",
+    used_by=("_keras/trainer.py",),
 )
 STATELESS_CALL = Patch(
     target="model",
@@ -116,6 +130,12 @@ STATELESS_CALL = Patch(
     lifetime="one trace of a step, or one call of a function in a replica",
     reason="the forward pass of a step runs by replicas, or its values are recorded",
     public_api="an argument of the trainer that is used in place of stateless_call",
+    used_by=(
+        "custom_loops/replica_context.py",
+        "execution/step_functions.py",
+        "fit/nan_diagnosis.py",
+        "parameter_server/gradient_step.py",
+    ),
 )
 LAYER_CALL = Patch(
     target="layer",
@@ -123,6 +143,13 @@ LAYER_CALL = Patch(
     lifetime="one trace",
     reason="outputs of layers are recorded, or a layer computes in another way during this trace",
     public_api="hooks around Layer.__call__",
+    used_by=(
+        "_keras/graph.py",
+        "execution/executors.py",
+        "execution/step_functions.py",
+        "fit/nan_diagnosis.py",
+        "parameter_server/sparse_rows.py",
+    ),
 )
 MOMENTS = Patch(
     target="layer of a subclass of BatchNormalization",
@@ -130,6 +157,7 @@ MOMENTS = Patch(
     lifetime="one trace",
     reason="the proof follows what a user's normalization does besides the statistics of the batch, which replicas have by design",
     public_api="a method of BatchNormalization for the moments",
+    used_by=("_keras/graph.py",),
 )
 LOSS = Patch(
     target="model",
@@ -137,6 +165,7 @@ LOSS = Patch(
     lifetime="one trace",
     reason="the NaN guard records the loss",
     public_api="Model.compute_loss in a subclass; models are the user's",
+    used_by=("fit/nan_diagnosis.py",),
 )
 OPTIMIZER_UPDATE = Patch(
     target="optimizer",
@@ -144,6 +173,7 @@ OPTIMIZER_UPDATE = Patch(
     lifetime="one trace of a step",
     reason="the step is cut in front of the update, which runs on one device or on servers",
     public_api="a train_step that returns gradients",
+    used_by=("execution/gradient_extraction.py",),
 )
 OPTIMIZER_SLOTS = Patch(
     target="optimizer",
@@ -151,6 +181,7 @@ OPTIMIZER_SLOTS = Patch(
     lifetime="as long as a copy of the optimizer that is made to read its variables' shapes",
     reason="each variable of an optimizer is matched with the model variable that it belongs to",
     public_api="a mapping from the optimizer's variables to the model's",
+    used_by=("parameter_server/optimizer_sharding.py",),
 )
 SYNCHRONIZED_FLAG = Patch(
     target="layer",
@@ -158,6 +189,7 @@ SYNCHRONIZED_FLAG = Patch(
     lifetime="one trace",
     reason="a layer that sees the global batch needs no collective, which Keras would refuse on JAX",
     public_api="BatchNormalization(synchronized=True) on JAX",
+    used_by=("_keras/graph.py",),
 )
 LOCAL_DEVICES = Patch(
     target="module of the backend's devices",
@@ -165,6 +197,7 @@ LOCAL_DEVICES = Patch(
     lifetime="as long as the process, from its first strategy over several processes on",
     reason='"cpu:0" is a device of the first process in all of them, whose arrays the others cannot read',
     public_api="keras.device for a device of this process",
+    used_by=("_keras/trainer.py",),
 )
 
 PATCHES = tuple(value for value in list(vars().values()) if isinstance(value, Patch))

@@ -41,7 +41,7 @@ import numpy as np
 from lockstep._arrays import DTYPES, ML_DTYPES
 from lockstep._atomic_files import REMOVED, WRITTEN, open_to_read, read_file, replace_file
 from lockstep._errors import CheckpointError, OptionError, whole_number
-from lockstep.checkpoint.shards import PART, Place, check_cover, places, put_shard
+from lockstep.checkpoint.shards import PART, ShardSlice, check_cover, put_shard, shard_slices
 
 _MAX_NAME_BYTES = 65_000  # A zip file stores the length in two bytes
 
@@ -491,7 +491,7 @@ class _StoredShard:
     file: Path
     name: str
     entry: Entry
-    place: Place
+    place: ShardSlice
 
     def read(self) -> np.ndarray:
         """Read and check it."""
@@ -655,7 +655,7 @@ def parts_of(path: Path, manifest: Manifest) -> dict[Path, Manifest]:
         check_cover(
             (place, part.arrays[name].shape, part.arrays[name].dtype)
             for part in found.values()
-            for name, place in places(part.metadata).items()
+            for name, place in shard_slices(part.metadata).items()
         )
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path}: its parts are no whole arrays: {type(error).__name__}: {error}.") from error
@@ -675,18 +675,23 @@ def open_stored(path: Path, key: bytes | None = None) -> Loaded:
     return Loaded(manifest.step, StoredArrays(pieces), manifest.metadata, path, digest)
 
 
-def _files(path: Path, manifest: Manifest) -> list[tuple[Path, Manifest, dict[str, Place]]]:
+def _files(path: Path, manifest: Manifest) -> list[tuple[Path, Manifest, dict[str, ShardSlice]]]:
     """Return the file of arrays of a checkpoint and of each of its parts, with its manifest, and where its shards belong."""
     parts = parts_of(path, manifest).items()
-    return [(path / ARRAYS, manifest, {}), *((each / ARRAYS, part, places(part.metadata)) for each, part in parts)]
+    return [
+        (path / ARRAYS, manifest, {}),
+        *((each / ARRAYS, part, shard_slices(part.metadata)) for each, part in parts),
+    ]
 
 
-def _pieces_in(file_path: Path, manifest: Manifest, belongs: Mapping[str, Place]) -> list[_StoredShard]:
+def _pieces_in(file_path: Path, manifest: Manifest, belongs: Mapping[str, ShardSlice]) -> list[_StoredShard]:
     """Return what is in a file of arrays, after a check of its size."""
     with _checkpoint_errors(file_path), open_to_read(file_path) as file:
         check_bounds(file, manifest, file_path)
     return [
-        _StoredShard(file_path, name, entry, belongs.get(name) or Place(name, entry.shape, (0,) * len(entry.shape)))
+        _StoredShard(
+            file_path, name, entry, belongs.get(name) or ShardSlice(name, entry.shape, (0,) * len(entry.shape))
+        )
         for name, entry in manifest.arrays.items()
     ]
 
@@ -705,7 +710,7 @@ def verify(path: Path, key: bytes | None = None) -> list[str]:
     return [problem for each in files for problem in _damage(*each)]
 
 
-def _damage(file_path: Path, manifest: Manifest, belongs: Mapping[str, Place]) -> Iterator[str]:
+def _damage(file_path: Path, manifest: Manifest, belongs: Mapping[str, ShardSlice]) -> Iterator[str]:
     """Yield a sentence for the damage of a file, or of each array in it."""
     try:
         pieces = _pieces_in(file_path, manifest, belongs)

@@ -32,7 +32,7 @@ class ArrayShard:
 
 
 @dataclass(frozen=True)
-class Place:
+class ShardSlice:
     """Where a stored shard belongs.
 
     Args:
@@ -76,19 +76,19 @@ def pack(shards: Mapping[str, Sequence[ArrayShard]]) -> tuple[dict[str, Any], di
     return arrays, {"shards": described}
 
 
-def places(metadata: Mapping[str, Any]) -> dict[str, Place]:
+def shard_slices(metadata: Mapping[str, Any]) -> dict[str, ShardSlice]:
     """Return where the arrays of a part belong; the reverse of :func:`pack`.
 
     Raises:
         KeyError, TypeError, ValueError: the metadata is not that of a part.
     """
     return {
-        name: Place(each["array"], tuple(each["shape"]), tuple(each["start"]))
+        name: ShardSlice(each["array"], tuple(each["shape"]), tuple(each["start"]))
         for name, each in metadata["shards"].items()
     }
 
 
-def check_cover(stored: Iterable[tuple[Place, tuple[int, ...], str]]) -> None:
+def check_cover(stored: Iterable[tuple[ShardSlice, tuple[int, ...], str]]) -> None:
     """Check that shards make up whole arrays.
 
     Args:
@@ -115,7 +115,7 @@ def check_cover(stored: Iterable[tuple[Place, tuple[int, ...], str]]) -> None:
             raise ValueError(f"array {array!r} of {shape} has shards of {found[array]:,} numbers in all")
 
 
-def put_shard(arrays: dict[str, np.ndarray], place: Place, value: np.ndarray) -> None:
+def put_shard(arrays: dict[str, np.ndarray], place: ShardSlice, value: np.ndarray) -> None:
     """Copy a shard into its array, which is made for the first one; the only shard of an array is the array."""
     if value.shape == place.shape:
         arrays[place.array] = value

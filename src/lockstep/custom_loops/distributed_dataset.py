@@ -37,8 +37,8 @@ from lockstep.custom_loops.per_replica import (
     split_batch,
 )
 from lockstep.custom_loops.replica_context import current_replica
-from lockstep.data.pass_iterator import BatchCheck, BatchGather, PassIterator
 from lockstep.data.prefetch import WaitMeter
+from lockstep.data.resumable_iterator import BatchCheck, BatchGather, ResumableIterator
 from lockstep.data.sources import InputSource, WrappedSource
 from lockstep.devices.placement import Placement, count_rows
 
@@ -171,7 +171,7 @@ class DistributedIterator(Iterator[Any]):
         self, source: InputSource, place: Callable[[Any], Any], depth: int, check: BatchCheck | None = None
     ) -> None:
         self._source = source
-        self._pass = PassIterator(source, place, depth, WaitMeter(), check)
+        self._pass = ResumableIterator(source, place, depth, WaitMeter(), check)
         self._pass.set_limit(math.inf)
         self._close = weakref.finalize(self, _close, self._pass)
         self._close.atexit = False
@@ -235,7 +235,7 @@ class Optional:
         return self._value
 
 
-def _close(iterator: PassIterator) -> None:
+def _close(iterator: ResumableIterator) -> None:
     iterator.close(failed=sys.exception() is not None)
 
 

@@ -23,7 +23,7 @@ from lockstep.custom_loops.replica_context import (
 from lockstep.custom_loops.strategy_api import StrategyApi
 from lockstep.data.fit_entry import InputOptions, ProcessGroup
 from lockstep.devices.placement import Placement, placement_on
-from lockstep.execution.train_functions import is_in_step
+from lockstep.execution.step_functions import is_in_step
 
 
 class _NoStrategy(StrategyApi):

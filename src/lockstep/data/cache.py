@@ -12,8 +12,8 @@ import numpy as np
 from lockstep._atomic_files import open_own, open_to_read
 from lockstep._errors import InputError, OptionError
 from lockstep.data.indexed_batches import run_epoch_hook
-from lockstep.data.pass_iterator import EpochHook, digest_of_batch
 from lockstep.data.random_state import capture_random_state, restore_random_state
+from lockstep.data.resumable_iterator import EpochHook, digest_of_batch
 from lockstep.data.sources import InputSource, WrappedSource
 from lockstep.devices.placement import Placement
 

@@ -36,7 +36,7 @@ from lockstep._keras.patches import FIT_INPUT, install
 from lockstep._keras.trainer import interceptable
 from lockstep.data.cache import CachedSource, DeviceSource, FileBatchStore
 from lockstep.data.keras_adapter import KerasInput
-from lockstep.data.pass_iterator import BatchCheck, BatchGather
+from lockstep.data.resumable_iterator import BatchCheck, BatchGather
 from lockstep.data.sources import AdapterSource, InputSource, Pending, check_data, make_source
 from lockstep.devices.placement import Placement, count_rows
 

@@ -1,12 +1,12 @@
-"""Batches of an input by number, for a process that reads some of them while other processes read the rest."""
+"""Batches of an input by number, for a worker that reads some of them while others read the rest (parameter servers)."""
 
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from lockstep._errors import InputError
-from lockstep.data.pass_iterator import EpochHook
 from lockstep.data.random_state import restore_random_state
+from lockstep.data.resumable_iterator import EpochHook
 from lockstep.data.sources import InputSource, WrappedSource
 
 

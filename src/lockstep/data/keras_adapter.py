@@ -16,9 +16,16 @@ import numpy as np
 
 from lockstep._keras import trainer
 from lockstep.data.indexed_batches import IndexedBatches, UnreadBatchCounter, run_epoch_hook
-from lockstep.data.pass_iterator import BatchCheck, EpochHook, InputState, IteratorState, PassIterator, Place
 from lockstep.data.prefetch import WaitMeter
 from lockstep.data.random_state import capture_random_state, restore_random_state
+from lockstep.data.resumable_iterator import (
+    BatchCheck,
+    EpochHook,
+    InputState,
+    IteratorState,
+    PlaceBatch,
+    ResumableIterator,
+)
 from lockstep.data.sources import DatasetSource, InputSource
 from lockstep.devices.placement import is_rows
 
@@ -27,7 +34,7 @@ from lockstep.devices.placement import is_rows
 class _Settings:
     """How batches are read; see :class:`KerasInput`."""
 
-    place: Place
+    place: PlaceBatch
     depth: int
     steps: float  # infinite: all batches
     report: Callable[[str], None]
@@ -79,7 +86,7 @@ class KerasInput(trainer.DataAdapter):
     def __init__(
         self,
         source: InputSource,
-        place: Place,
+        place: PlaceBatch,
         depth: int,
         steps: int | None,
         report: Callable[[str], None],
@@ -92,9 +99,9 @@ class KerasInput(trainer.DataAdapter):
         self._pass_number = self._taken_before = (
             0  # number of the current pass, from 1; batches that were taken in earlier ones
         )
-        self._pass: PassIterator | None = None
-        self._keras_pass: PassIterator | None = None  # the pass that Keras has; it forwards to its successors
-        self._resumed_pass: PassIterator | None = None  # the pass that Keras gets next
+        self._pass: ResumableIterator | None = None
+        self._keras_pass: ResumableIterator | None = None  # the pass that Keras has; it forwards to its successors
+        self._resumed_pass: ResumableIterator | None = None  # the pass that Keras gets next
         self.meter = WaitMeter()
         self.rows: int | None = None
         self.epoch_hooks: list[EpochHook] = []
@@ -102,7 +109,7 @@ class KerasInput(trainer.DataAdapter):
 
     # What Keras calls.
 
-    def get_jax_iterator(self) -> PassIterator:
+    def get_jax_iterator(self) -> ResumableIterator:
         """Begin a new pass; batches that the earlier one has not used are given back to the source."""
         resumed, self._resumed_pass = self._resumed_pass, None
         self._keras_pass = resumed or self._begin_pass()
@@ -316,14 +323,14 @@ class KerasInput(trainer.DataAdapter):
         if advice:
             self._settings.report(advice)
 
-    def _begin_pass(self, seeks: bool = True) -> PassIterator:
+    def _begin_pass(self, seeks: bool = True) -> ResumableIterator:
         settings, before, start = self._settings, self._pass, self._resume.start
         self._pass_number += 1
         if before:
             before.close()
             self._taken_before += before.position
         self._resume = replace(self._resume, start=None)
-        self._pass = PassIterator(
+        self._pass = ResumableIterator(
             self._source,
             self._place,
             settings.depth,
@@ -340,7 +347,7 @@ class KerasInput(trainer.DataAdapter):
         self._limit_pass(self._pass)
         return self._pass
 
-    def _limit_pass(self, of_pass: PassIterator) -> None:
+    def _limit_pass(self, of_pass: ResumableIterator) -> None:
         """Have a pass read no batch that no step of this epoch takes: the user's code after its last batch may change what follows."""
         known = self._source.num_batches
         left = math.inf if known is None else max(0, known - of_pass.position)
@@ -384,7 +391,7 @@ def next_batch(iterator: Any, after: Any) -> Any:
         StopIteration: there is none.
     """
     batches = trainer.unwrap_iterator(iterator)
-    return batches.take(after) if isinstance(batches, PassIterator) else next(iterator)
+    return batches.take(after) if isinstance(batches, ResumableIterator) else next(iterator)
 
 
 def _count_rows(batch: Any) -> int | None:

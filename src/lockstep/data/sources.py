@@ -2,8 +2,9 @@
 
 Keras's data adapters read arrays, ``tf.data``, torch and Grain. Generators, PyDatasets and callables have separate sources,
 because Keras's would lose, repeat or reorder batches: it reads two batches of a generator in advance, yields them
-again in the second epoch, and its queue of a PyDataset keeps batches of an interrupted epoch. The position of a pass, and the state
-from which it continues, are in ``pass_iterator.py``.
+again in the second epoch, and its queue of a PyDataset keeps batches of an interrupted epoch. Keras draws the order of shuffled arrays
+from the global random generators. The position of a pass, and the state from which it continues, with that of these generators, are in
+``resumable_iterator.py``; orders that ``tf.data`` and torch draw in ``random_state.py``.
 """
 
 import itertools

@@ -18,7 +18,7 @@ def rows_of_replicas(rows: int, replicas: int) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class Layout:
+class BatchLayout:
     """One global batch of ``rows`` rows on ``replicas`` replicas over ``devices`` devices."""
 
     rows: int

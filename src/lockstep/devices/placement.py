@@ -18,7 +18,7 @@ from jax.experimental.sparse import JAXSparse
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lockstep._errors import DeviceError, InputError
-from lockstep.devices.batch_split import Layout
+from lockstep.devices.batch_split import BatchLayout
 from lockstep.devices.names import platform_of
 
 DEVICE_AXIS = "device"
@@ -33,7 +33,7 @@ class PlacedRows:
     """Rows of a global batch on the devices: ``array`` is ``(devices * capacity, …)``, sharded on its first axis."""
 
     array: jax.Array
-    layout: Layout
+    layout: BatchLayout
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -177,9 +177,9 @@ class Placement:
         layout = self.layout(rows)
         return jax.tree.map(lambda leaf: PlacedRows(self.put_local(np.asarray(leaf), rows), layout), batch)
 
-    def layout(self, rows: int) -> Layout:
+    def layout(self, rows: int) -> BatchLayout:
         """Return the layout of a global batch of ``rows`` rows."""
-        return Layout(rows, self.replicas, self.row_shards)
+        return BatchLayout(rows, self.replicas, self.row_shards)
 
     def place(self, batch: Any) -> Any:
         """Put a batch, as Keras's iterators yield it, on the devices.
@@ -272,9 +272,9 @@ class MeshPlacement(Placement):
         """Numbers of the replicas that run on the devices of this process."""
         return range(1)
 
-    def layout(self, rows: int) -> Layout:
+    def layout(self, rows: int) -> BatchLayout:
         """Return the layout of the rows over the first axis of the mesh, the same as that of as many replicas."""
-        return Layout(rows, self.row_shards, self.row_shards)
+        return BatchLayout(rows, self.row_shards, self.row_shards)
 
 
 def is_large(shape: Sequence[int]) -> bool:
@@ -388,7 +388,7 @@ def join_rows(rows: PlacedRows) -> jax.Array:
     return drop_padding(rows.array, rows.layout)
 
 
-def drop_padding(array: jax.Array, layout: Layout) -> jax.Array:
+def drop_padding(array: jax.Array, layout: BatchLayout) -> jax.Array:
     """Drop the padding of ``(devices * capacity, …)`` and return ``(rows, …)``."""
     if layout.is_full:
         return array

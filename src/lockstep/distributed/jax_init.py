@@ -28,9 +28,9 @@ from lockstep.distributed.cluster.env_reader import (
     visible_gpus,
 )
 from lockstep.distributed.cluster.membership import WorkerGroup
+from lockstep.distributed.control.connect import open_control_channel
 from lockstep.distributed.control.control_client import ControlClient
 from lockstep.distributed.control.handshake import open_listener
-from lockstep.distributed.control.join import join
 from lockstep.distributed.control.termination import ExitGuard, install_sigabrt_handler
 from lockstep.distributed.process_group import describe_process
 
@@ -464,7 +464,7 @@ def join_job(
     guard = guard or ExitGuard()
     guard.install()  # First, so that the process has the right exit code also if the workers do not come.
     try:
-        guard.client = client = join(
+        guard.client = client = open_control_channel(
             group,
             describe_process(),
             generation=job_generation(environ),

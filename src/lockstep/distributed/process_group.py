@@ -31,7 +31,7 @@ from lockstep._logging import CancelledError
 from lockstep._version import used_versions
 from lockstep.data import fit_entry
 from lockstep.data.keras_adapter import KerasInput
-from lockstep.data.pass_iterator import digest_of_batch
+from lockstep.data.resumable_iterator import digest_of_batch
 from lockstep.devices.placement import DEVICE_AXIS, Placement, is_rows, is_spread
 from lockstep.distributed.control.control_client import MAIN, ControlClient
 from lockstep.distributed.control.failure_detector import WorkerStatus

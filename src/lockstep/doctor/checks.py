@@ -47,7 +47,7 @@ from lockstep.doctor.loss_checks import (
     check_logits,
     check_loss_scale,
 )
-from lockstep.execution.train_functions import StepFunctions
+from lockstep.execution.step_functions import StepFunctions
 
 Check = Callable[[FitCall], Iterable[Finding]]
 

@@ -20,8 +20,8 @@ from lockstep.data.random_state import capture_random_state, restore_random_stat
 from lockstep.devices.batch_split import rows_of_replicas
 from lockstep.doctor.base import Finding, FitCall, array_in_memory, sample_rows
 from lockstep.execution.executors import SpmdExecutor
+from lockstep.execution.step_functions import StepFunctions
 from lockstep.execution.step_probe import StrategyProbes, copies, median_step_seconds
-from lockstep.execution.train_functions import StepFunctions
 
 FEW = 8  # rows; below, the error of ResNet-50 on ImageNet rises: figure 1 of Wu & He, "Group Normalization" (2018)
 _FACTOR = 2  # between the batch sizes; a smaller change is not worth a finding

@@ -2,7 +2,7 @@
 
 An executor compiles a step that was written for the global batch, and runs the model's forward passes inside it by replicas. Over a mesh the
 step is one program, which XLA partitions as the shardings of its variables and of the rows say. Whether a call is split is decided in
-``train_functions._ForwardInterceptor``.
+``step_functions._ForwardInterceptor``.
 
 XLA must not shard rows unevenly over a mesh: with jaxlib 0.10.2, on two axes, the gradient of an embedding is then wrong (what pads the
 last shard is added to entry 0). A batch that the first axis does not divide is therefore computed on padding, if it is proved that this
@@ -23,7 +23,7 @@ from jax.sharding import SingleDeviceSharding
 from lockstep._keras.graph import copy_keras_mask, recompute_layers
 from lockstep._keras.patches import LAYER_CALL, patched_method
 from lockstep.collectives import AutoAllReduce, CrossDeviceOps
-from lockstep.devices.batch_split import Layout, rows_of_replicas
+from lockstep.devices.batch_split import BatchLayout, rows_of_replicas
 from lockstep.devices.cpu_devices import compiler_options, usable_cores
 from lockstep.devices.placement import MeshPlacement, PlacedRows, Placement, join_rows, local_values
 from lockstep.execution.call_splitter import (
@@ -44,6 +44,7 @@ from lockstep.execution.partition_constraints import constrain_partitioning
 from lockstep.execution.program_partition import ProgramPartition
 from lockstep.execution.replica import ReplicaResult
 from lockstep.execution.spmd import SpmdForward, forward_eagerly, forward_on_devices
+from lockstep.execution.step_loop import scan_steps
 from lockstep.execution.train_state import (
     CompiledTrainStep,
     StateValues,
@@ -51,6 +52,7 @@ from lockstep.execution.train_state import (
     apply_changes,
     dispatch_lock,
     state_changes,
+    state_lists,
     without_aliases,
 )
 from lockstep.execution.variable_shards import (
@@ -89,7 +91,7 @@ class Executor(Protocol):
         A training step with a gate returns the state that the gate chooses.
         """
 
-    def partition_calls(self, layout: Layout, trace: CallTrace) -> CallSizes:
+    def partition_calls(self, layout: BatchLayout, trace: CallTrace) -> CallSizes:
         """Return for each device the number of rows of each call that the forward pass makes."""
 
     def join_rows(self, rows: PlacedRows) -> jax.Array:
@@ -129,8 +131,8 @@ class SpmdExecutor:
         self.placement, self.ops, self.shard, self.recompute = placement, ops, shard, recompute
 
     @property
-    def joins_steps(self) -> bool:
-        """Whether :meth:`compile_joined` is faster than single steps: not on CPUs, where XLA runs the steps of a loop slower."""
+    def scans_steps(self) -> bool:
+        """Whether :meth:`compile_multi_step` is faster than single steps: not on CPUs, where XLA runs the steps of a loop slower."""
         return self.placement.platform != "cpu"
 
     @property
@@ -149,25 +151,15 @@ class SpmdExecutor:
 
         return prepared
 
-    def compile_joined(self, step: Step) -> Step:
-        """Return a training step as a function of several batches of equal shapes: one program, which returns the logs of the last."""
+    def compile_multi_step(self, step: Step) -> Step:
+        """Return a training step as a function of several batches of equal shapes: one program."""
+        run = self.compile(scan_steps(step), "train")
 
-        def steps(state: Any, batches: Any) -> tuple[Any, Any]:
-            def one(state: Any, batch: Any) -> tuple[Any, Any]:
-                logs, new = step(state, batch)
-                return jax.tree.map(lambda old, value: jnp.asarray(value, old.dtype), state, _as_lists(new)), logs
-
-            first = jax.tree.map(lambda value: jnp.asarray(value, value.dtype), _as_lists(state))  # No weak types.
-            new, logs = jax.lax.scan(one, first, jax.tree.map(lambda *leaves: jnp.stack(leaves), *batches))
-            return jax.tree.map(lambda leaf: leaf[-1], logs), new
-
-        run = self.compile(steps, "train")
-
-        def joined(state: Any, batches: Any) -> tuple[Any, Any]:
+        def multi_step(state: Any, batches: Any) -> tuple[Any, Any]:
             self.prepare(batches[0])  # ``run`` would get all of them.
             return run(state, tuple(map(self.placement.place, batches)))
 
-        return joined
+        return multi_step
 
     def train_step(self, step: Step, gate: NonFiniteGate | None = None) -> CompiledTrainStep:
         """Return a training step on placed arrays."""
@@ -206,7 +198,7 @@ class SpmdExecutor:
         is_even = leaf.ndim > 0 and leaf.shape[0] % self.placement.row_shards == 0
         return jax.lax.with_sharding_constraint(leaf, self.placement.row_sharding) if is_even else leaf
 
-    def partition_calls(self, layout: Layout, trace: CallTrace) -> CallSizes:
+    def partition_calls(self, layout: BatchLayout, trace: CallTrace) -> CallSizes:
         """Return one call for each replica if the model depends on the replica; otherwise one for each device.
 
         XLA for CPUs runs several convolutions at once faster than one with as many rows: models that have them get as many calls as
@@ -248,7 +240,7 @@ class SpmdExecutor:
         forward = replace(forward, call=rewrite_for_cpu(call, self.placement.platform), axes=axes)
         return forward_on_devices(forward, arrays, self.placement, self.ops, self.shard is not None)
 
-    def _place(self, value: Any, layout: Layout) -> jax.Array:
+    def _place(self, value: Any, layout: BatchLayout) -> jax.Array:
         """Lay an array that the step computed (augmented images, say) over the devices."""
         array = value if layout.is_full else value[layout.row_index()]
         return jax.lax.with_sharding_constraint(array, self.placement.row_sharding)
@@ -288,7 +280,7 @@ class DeterministicExecutor:
 
         return _with_placement(run, self.placement, shardings, gate)
 
-    def partition_calls(self, layout: Layout, trace: CallTrace) -> CallSizes:
+    def partition_calls(self, layout: BatchLayout, trace: CallTrace) -> CallSizes:
         """See :class:`Executor`: one call for each replica."""
         return layout.per_device
 
@@ -330,7 +322,7 @@ class EagerExecutor:
 
         return run
 
-    def partition_calls(self, layout: Layout, trace: CallTrace) -> CallSizes:
+    def partition_calls(self, layout: BatchLayout, trace: CallTrace) -> CallSizes:
         """See :class:`Executor`: one call for each replica."""
         return layout.per_device
 
@@ -345,10 +337,6 @@ class EagerExecutor:
     def call_whole(self, call: ModelCall, placed: list[PlacedRows | None]) -> tuple[Any, list[Any], list[Any]]:
         """See :class:`Executor`."""
         return call.make()
-
-
-def _as_lists(state: Any) -> tuple[list[Any], ...]:
-    return tuple(list(part) for part in state)
 
 
 class _PlacedState(tuple[Any, ...]):
@@ -374,7 +362,7 @@ def _with_placement(
         if not isinstance(state, _PlacedState):
             state = placement.put(without_aliases(state), shardings(state) if shardings else None)
         with dispatch_lock if len(placement.devices) > 1 else contextlib.nullcontext():
-            result, new = run(_as_lists(state), placed)
+            result, new = run(state_lists(state), placed)
             new = gate(state, new, result) if gate else new
         return result, _PlacedState(StateValues(part) for part in new)
 
@@ -394,7 +382,7 @@ class CentralExecutor(SpmdExecutor):
         model: the model that is trained.
     """
 
-    joins_steps = False  # The update is another program.
+    scans_steps = False  # The update is another program.
 
     def __init__(self, placement: Placement, ops: CrossDeviceOps, home: jax.Device, model: keras.Model) -> None:
         super().__init__(placement, ops)
@@ -489,7 +477,7 @@ class ModelParallelExecutor(SpmdExecutor):
     Args:
         placement: the mesh.
         shardings: shardings of the model's variables.
-        settle: settles them, given the inputs of a batch.
+        resolve: resolves them, given the inputs of a batch.
         recompute: which layers are recomputed in the backward pass.
         log: logs a sentence about the model, once.
     """
@@ -498,17 +486,17 @@ class ModelParallelExecutor(SpmdExecutor):
         self,
         placement: MeshPlacement,
         shardings: ModelShardings,
-        settle: Callable[[Any], None],
+        resolve: Callable[[Any], None],
         recompute: Recompute,
         log: Callable[[str], None],
     ) -> None:
         super().__init__(placement, AutoAllReduce(), shard=shardings.shard, recompute=recompute)
-        self.shardings, self._settle, self._log = shardings, settle, log
+        self.shardings, self._resolve, self._log = shardings, resolve, log
 
     def prepare(self, batch: Any) -> None:
         """See :class:`SpmdExecutor`."""
-        if not self.shardings.is_settled:
-            self._settle(batch[0] if isinstance(batch, (tuple, list)) else batch)
+        if not self.shardings.is_resolved:
+            self._resolve(batch[0] if isinstance(batch, (tuple, list)) else batch)
 
     def state_shardings(self, state: Any) -> Any:
         """See :class:`Executor`."""
@@ -544,7 +532,7 @@ class ModelParallelExecutor(SpmdExecutor):
         return jax.lax.with_sharding_constraint(array, self.placement.replicated)
 
     def _call_on_padding(
-        self, call: ModelCall, placed: list[PlacedRows | None], layout: Layout
+        self, call: ModelCall, placed: list[PlacedRows | None], layout: BatchLayout
     ) -> tuple[Any, list[Any], list[Any]]:
         """Make a call on rows and padding after them.
 

@@ -31,7 +31,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from lockstep._errors import ModelError
 from lockstep.collectives.fixed_tree_sum import PartialSum, branches, tree_sum
-from lockstep.devices.batch_split import Layout
+from lockstep.devices.batch_split import BatchLayout
 from lockstep.devices.placement import DEVICE_AXIS, PlacedRows, Placement
 from lockstep.execution.jaxpr_utils import is_inexact
 from lockstep.execution.program_partition import bind_isolated
@@ -59,7 +59,7 @@ class ReplicaRound:
         """The devices that run a replica."""
         return [place for place, replica in enumerate(self.replicas) if replica is not None]
 
-    def offsets(self, layout: Layout) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def offsets(self, layout: BatchLayout) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return for each device its replica, and that replica's first row on the device and in the global batch."""
         sizes = [rows for device in layout.per_device for rows in device]
         starts = list(accumulate(sizes, initial=0))
@@ -70,7 +70,7 @@ class ReplicaRound:
         return np.asarray(replica, "int32"), np.asarray(local, "int32"), np.asarray(first, "int32")
 
 
-def replica_rounds(layout: Layout) -> list[ReplicaRound]:
+def replica_rounds(layout: BatchLayout) -> list[ReplicaRound]:
     """Return the rounds of one batch; each device runs its replicas of one size in their order."""
     rounds = []
     for size in sorted(set(layout.busy_replicas), reverse=True):
@@ -83,7 +83,7 @@ def replica_rounds(layout: Layout) -> list[ReplicaRound]:
     return rounds
 
 
-def reduction_schedule(layout: Layout) -> tuple[list[list[int]], list[PartialSum]]:
+def reduction_schedule(layout: BatchLayout) -> tuple[list[list[int]], list[PartialSum]]:
     """Return the order in which results of rounds are added: that of the tree, with as few partial sums as possible.
 
     A device keeps its partial sums on a stack. The result of a round is added to a number of them, from the top, and pushed.
@@ -131,7 +131,7 @@ class TreeAdder:
         placement: the devices.
     """
 
-    def __init__(self, layout: Layout, placement: Placement) -> None:
+    def __init__(self, layout: BatchLayout, placement: Placement) -> None:
         self.placement = placement
         self.rounds = replica_rounds(layout)
         self.additions, remaining = reduction_schedule(layout)

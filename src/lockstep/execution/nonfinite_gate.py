@@ -19,7 +19,7 @@ from lockstep.execution.jaxpr_utils import is_inexact
 
 _CHECKED_PARTS = 3  # parts of the state: trainable, non-trainable and the optimizer's; metrics may be non-finite
 
-Place = tuple[int, int]  # a part of the state and a position in it
+StatePosition = tuple[int, int]  # a part of the state and a position in it
 
 
 class NonFiniteGate:
@@ -40,7 +40,7 @@ class NonFiniteGate:
         self._programs: dict[Any, _SelectionProgram] = {}
         self._is_closed: jax.Array | None = None
         self.nonfinite: Any = None
-        self.names: list[Place | str] = []
+        self.names: list[StatePosition | str] = []
 
     def open(self) -> None:
         """Accept new states again."""
@@ -84,10 +84,10 @@ class _SelectionProgram:
     """
 
     def __init__(
-        self, changed: Sequence[Place], values: list[jax.Array], losses: Sequence[str], *, donated: bool
+        self, changed: Sequence[StatePosition], values: list[jax.Array], losses: Sequence[str], *, donated: bool
     ) -> None:
         checked = [i for i, (p, _) in enumerate(changed) if p < _CHECKED_PARTS and is_inexact(values[i])]
-        self.names: list[Place | str] = [*(changed[i] for i in checked), *losses]
+        self.names: list[StatePosition | str] = [*(changed[i] for i in checked), *losses]
         shardings = [value.sharding for value in values]
         replicated = _replicated(shardings[0])
         on_cpu = platform_of(next(iter(shardings[0].device_set))) == "cpu"

@@ -23,7 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from lockstep.collectives import CrossDeviceOps
 from lockstep.collectives.platform import platform_sum_bucketed
-from lockstep.devices.batch_split import Layout
+from lockstep.devices.batch_split import BatchLayout
 from lockstep.devices.cpu_devices import compiler_options
 from lockstep.devices.placement import DEVICE_AXIS, REPLICATE_BELOW, Placement, drop_padding
 from lockstep.execution.jaxpr_utils import is_inexact
@@ -144,7 +144,7 @@ class SpmdForward:
     trainable: list[jax.Array]
     non_trainable: list[jax.Array]
     shared: list[jax.Array]
-    layout: Layout
+    layout: BatchLayout
     calls: tuple[tuple[int, ...], ...]
     operations: int
     allows_padding: bool
@@ -531,7 +531,7 @@ def run_local(
     )
 
 
-def _global_rows(leaf: jax.Array, layout: Layout, placement: Placement) -> jax.Array:
+def _global_rows(leaf: jax.Array, layout: BatchLayout, placement: Placement) -> jax.Array:
     """Return the global batch of an output, for loss and metrics.
 
     Small ones are gathered on every device, once, if replicas and XLA shard the rows differently. On CPUs always: there each array of an

@@ -1,7 +1,8 @@
 """The loop over the steps of one call of Keras's train, test or predict function, with the hooks around each step.
 
 Keras calls the function once a step, or once for ``steps_per_execution`` steps; callbacks run between two calls. The order within a
-step: ``on_fetch``, the next batch, ``on_step_start``, the step or its replacement, ``on_step_end``.
+step: ``on_fetch``, the next batch, ``on_step_start``, the step or its replacement, ``on_step_end``. On accelerators, and without hooks, the
+steps of one call are one compiled loop (:func:`scan_steps`).
 """
 
 import functools
@@ -10,11 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import keras
 
 from lockstep._keras import trainer
 from lockstep.data.keras_adapter import next_batch
 from lockstep.execution.nonfinite_gate import GatedStep
+from lockstep.execution.train_state import state_lists
 
 STATE = {
     "train": ("trainable_variables", "non_trainable_variables", "optimizer_variables", "metrics_variables"),
@@ -23,7 +26,7 @@ STATE = {
 }
 
 KerasStep = Callable[[Any, Any], tuple[Any, Any]]  # (state, data) -> (logs or outputs, state)
-JoinedStep = Callable[[Any, tuple[Any, ...]], tuple[Any, Any]]  # (state, data of each step) -> (last logs, state)
+MultiStep = Callable[[Any, tuple[Any, ...]], tuple[Any, Any]]  # (state, data of each step) -> (last logs, state)
 
 # JAX caches traces of compiled functions, and these may ask for the strategy or the replica. This context is part of the cache's key:
 # the number of replicas in a scope, the trace of one replica in ``run``, and None in a step, as without a strategy.
@@ -81,12 +84,12 @@ class StepPrograms:
     Args:
         step: the step.
         gated: returns the training step with a gate, and compiles it when it is first called.
-        joined: returns a program for several training steps at once, and compiles it when it is first called; None: there is none.
+        multi_step: returns a program for several training steps at once, and compiles it when it is first called; None: there is none.
     """
 
     step: KerasStep
     gated: Callable[[], GatedStep]
-    joined: Callable[[], JoinedStep | None]
+    multi_step: Callable[[], MultiStep | None]
 
 
 class StepLoop:
@@ -113,11 +116,11 @@ class StepLoop:
                 return logs, state
         batches, results = _Batches(iterator), []
         try:
-            if (joined := self._joined()) and (
+            if (multi_step := self._multi_step()) and (
                 together := batches.take_alike(self._model.steps_per_execution, self._last)
             ):
                 with trace_context(None):
-                    self._last, state = joined(state, together)
+                    self._last, state = multi_step(state, together)
                 return self._last, state
             for position in range(self._model.steps_per_execution):
                 for hook in self._hooks():
@@ -141,10 +144,10 @@ class StepLoop:
             raise
         return (_concatenated(results) if self._kind == "predict" else self._last), state
 
-    def _joined(self) -> JoinedStep | None:
+    def _multi_step(self) -> MultiStep | None:
         """Return the program for all training steps of a call, if there is one and no hook has to see each step."""
         if self._kind == "train" and self._model.steps_per_execution > 1 and not self._hooks():
-            return self._programs.joined()
+            return self._programs.multi_step()
         return None
 
     def _replaced_step(self) -> KerasStep | None:
@@ -152,6 +155,21 @@ class StepLoop:
             return None
         gated = self._programs.gated
         return first_result(functools.partial(hook.replaced_step, gated) for hook in reversed(self._hooks()))
+
+
+def scan_steps(step: KerasStep) -> MultiStep:
+    """Return a training step as a function of several batches of equal shapes, with one ``lax.scan``; it returns the logs of the last."""
+
+    def steps(state: Any, batches: Any) -> tuple[Any, Any]:
+        def one(state: Any, batch: Any) -> tuple[Any, Any]:
+            logs, new = step(state, batch)
+            return jax.tree.map(lambda old, value: jnp.asarray(value, old.dtype), state, state_lists(new)), logs
+
+        first = jax.tree.map(lambda value: jnp.asarray(value, value.dtype), state_lists(state))  # No weak types.
+        new, logs = jax.lax.scan(one, first, jax.tree.map(lambda *leaves: jnp.stack(leaves), *batches))
+        return jax.tree.map(lambda leaf: leaf[-1], logs), new
+
+    return steps
 
 
 class _Batches:
@@ -212,4 +230,4 @@ def _explain_memory(error: BaseException) -> None:
 
 
 def _concatenated(results: list[Any]) -> Any:
-    return results[0] if len(results) == 1 else jax.tree.map(lambda *parts: jax.numpy.concatenate(parts), *results)
+    return results[0] if len(results) == 1 else jax.tree.map(lambda *parts: jnp.concatenate(parts), *results)

@@ -16,7 +16,7 @@ import keras
 from lockstep._keras import trainer
 from lockstep.devices.placement import Placement
 from lockstep.execution.executors import Executor, SpmdExecutor
-from lockstep.execution.train_functions import StepFunctions
+from lockstep.execution.step_functions import StepFunctions
 from lockstep.execution.train_state import Step, dispatch_lock, without_aliases
 
 

@@ -47,6 +47,11 @@ class StateValues(Sequence[Any]):
         return cls(values)
 
 
+def state_lists(state: Any) -> tuple[list[Any], ...]:
+    """Return a state with plain lists of values."""
+    return tuple(list(part) for part in state)
+
+
 class CompiledTrainStep:
     """A training step that is compiled at its first call; the new state has the shardings of the old.
 

@@ -15,7 +15,7 @@ from lockstep._errors import OptionError
 from lockstep.data.fit_entry import ProcessGroup, callbacks_in
 from lockstep.data.keras_adapter import KerasInput
 from lockstep.devices.placement import Placement
-from lockstep.execution.train_functions import StepFunctions
+from lockstep.execution.step_functions import StepFunctions
 from lockstep.fit.checkpointing.fit_checkpoint import FitCheckpoint
 
 Kind = TypeVar("Kind")

@@ -24,14 +24,14 @@ from lockstep._keras.graph import copy_keras_mask, operations_of
 from lockstep._keras.patches import LAYER_CALL, LOSS, STATELESS_CALL, patched_method
 from lockstep._logging import capitalized, counted, listed
 from lockstep.data.random_state import capture_random_state, restore_random_state
-from lockstep.devices.batch_split import Layout
+from lockstep.devices.batch_split import BatchLayout
 from lockstep.devices.names import device_name
 from lockstep.devices.placement import PlacedRows, Placement, count_rows, is_rows, join_rows
 from lockstep.execution.executors import EagerExecutor
 from lockstep.execution.nonfinite_gate import loss_logs
 from lockstep.execution.replica import ReplicaResult
 from lockstep.execution.spmd import SpmdForward
-from lockstep.execution.train_functions import StepFunctions
+from lockstep.execution.step_functions import StepFunctions
 
 
 def kind_of(value: Any) -> str | None:
@@ -488,7 +488,7 @@ def count_of(batch: Any) -> int:
     return count_rows(arrays)
 
 
-def _own_rows(layout: Layout, replica: int | None) -> range:
+def _own_rows(layout: BatchLayout, replica: int | None) -> range:
     if replica is None:
         return range(layout.rows)
     start = sum(layout.busy_replicas[:replica])

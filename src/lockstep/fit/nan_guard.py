@@ -17,8 +17,8 @@ import numpy as np
 from lockstep._errors import NonFiniteError, OptionError, one_of, outside_of_strategy, whole_number
 from lockstep._keras import trainer
 from lockstep.execution.nonfinite_gate import GatedStep
+from lockstep.execution.step_functions import StepFunctions
 from lockstep.execution.step_loop import StepHook
-from lockstep.execution.train_functions import StepFunctions
 from lockstep.fit.checkpointing.model_state import KINDS, variables_of
 from lockstep.fit.hooks import FitContext, single_callback
 from lockstep.fit.nan_diagnosis import Diagnosis, describe_nonfinite, diagnose
@@ -102,12 +102,12 @@ class NanGuard(keras.callbacks.Callback):
     def on_test_begin(self, logs: Any = None) -> None:
         """Check the last step before a validation."""
         if self.step_guard:
-            self.step_guard.settle()
+            self.step_guard.check_last_step()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Check the last step of the epoch."""
         if self.step_guard:
-            self.step_guard.settle()
+            self.step_guard.check_last_step()
 
 
 class NanGuardHook:
@@ -224,7 +224,7 @@ class StepGuard(StepHook):
         self.step_in_epoch += 1
         return logs, new
 
-    def settle(self) -> None:
+    def check_last_step(self) -> None:
         """Check the last step, if no step follows at once; after a rollback the model's variables get the restored state."""
         state, self._state = self._state, None
         restored = self._check_pending(state)
@@ -236,7 +236,7 @@ class StepGuard(StepHook):
     def allows_checkpoint(self) -> bool:
         """See :class:`StepHook`: a checkpoint counts the steps that were skipped, and none that ends the training or is rolled back."""
         if self.guard.options.action != "rollback":
-            self.settle()
+            self.check_last_step()
         return self._pending is None or not self._pending.bad()
 
     def _check_pending(self, state: Any) -> Any:

@@ -125,7 +125,7 @@ class ChiefFit:
         self._updates = 0
         self._pass_key = ""  # Key of what workers need to know to read the batches of the pass.
         self._hooks_published = self._epochs_published = 0
-        self._settled_state: State | None = None  # None if a batch was scheduled since.
+        self._state_after_steps: State | None = None  # None if a batch was scheduled since.
         self._logs: dict[str, Any] = {}
         self._keras_logs: dict[str, Any] = {}  # as the last step returned them to Keras
         self._is_broken = False  # Set during an exchange with the servers, so that none follows a failed one.
@@ -162,22 +162,22 @@ class ChiefFit:
         self._hooks_published = len(hooks)
         self._dispatcher.publish(self._pass_key, metadata | {"hook_count": len(hooks)})
 
-    def settle(self) -> State | None:
+    def wait_for_steps(self) -> State | None:
         """Wait until every scheduled batch is done, and return the newest state; None if there is no newer one than Keras's."""
         if self._client is None or self._keras_state is None or self._is_broken:
             return None
-        if self._settled_state is not None or self._dispatcher.has_failed:
-            return self._settled_state
+        if self._state_after_steps is not None or self._dispatcher.has_failed:
+            return self._state_after_steps
         self._is_broken = True
         self._collect(0)
         self._keras_logs.update(self._logs)  # Keras uses this dict as the logs of the epoch.
-        self._settled_state = self._state_sync.fetch()
+        self._state_after_steps = self._state_sync.fetch()
         self._is_broken = False
-        return self._settled_state
+        return self._state_after_steps
 
     def newest_state(self) -> State | None:
-        """Return what :meth:`settle` returns; raise ClusterError if the state after the last step is lost, as an older one must not be kept."""
-        state = self.settle()
+        """Return what :meth:`wait_for_steps` returns; raise ClusterError if the state after the last step is lost, as an older one must not be kept."""
+        state = self.wait_for_steps()
         if state is None and self._keras_state is not None:
             self._dispatcher.raise_failure()
             raise ClusterError(
@@ -211,7 +211,7 @@ class ChiefFit:
         """Send what Keras or a callback has changed since the last step to servers and workers, and return the state for Keras."""
         if state is self._keras_state:
             return self._keras_state  # Neither Keras nor a callback has read or changed it.
-        known = self._settled_state
+        known = self._state_after_steps
         changed = [known is None or differs(state[kind], known[kind]) for kind in range(len(state))]
         self._keras_state = (list(state[0]), list(state[1]), list(state[2]), list(state[3]))
         if any(changed):
@@ -241,7 +241,7 @@ class ChiefFit:
         for number, each in enumerate(tasks):
             self._dispatcher.schedule(each, when_done=partial(update.add_part, number))
         self._in_flight.append(update)
-        self._updates, self._settled_state = self._updates + 1, None
+        self._updates, self._state_after_steps = self._updates + 1, None
 
     def _collect(self, most: int) -> None:
         """Wait until at most so many batches are in flight, and at least one is done; then update the logs."""

@@ -9,7 +9,7 @@ import keras
 import numpy as np
 
 from lockstep._errors import OptionError, ScopeError, check_depth, function, named_arguments, shown
-from lockstep.parameter_server.scheduler_base import Outcome, SchedulerBase
+from lockstep.parameter_server.function_scheduler_base import Outcome, SchedulerBase
 
 
 class SchedulingStrategy(ABC):

@@ -24,11 +24,11 @@ from lockstep.fit.checkpointing.backup_and_restore import BackupAndRestore
 from lockstep.fit.checkpointing.model_state import named_variables
 from lockstep.fit.checkpointing.preemption import Preemption
 from lockstep.fit.hooks import single_callback
-from lockstep.parameter_server import scheduler_base
+from lockstep.parameter_server import function_scheduler_base
 from lockstep.parameter_server.chief_fit import READY, ChiefFit, StalenessMetrics
+from lockstep.parameter_server.function_schedulers import ChiefScheduler, WorkerScheduler
 from lockstep.parameter_server.gradient_step import as_json
 from lockstep.parameter_server.process_role import ProcessContext
-from lockstep.parameter_server.schedulers import ChiefScheduler, WorkerScheduler
 from lockstep.parameter_server.sharding import ShardingPlan
 from lockstep.parameter_server.task_client import CallEnded, CallResult, TaskClient
 from lockstep.parameter_server.task_dispatcher import TaskDispatcher
@@ -48,11 +48,13 @@ class ChiefFitDispatch(fit_entry.ProcessGroup):
     """
 
     def __init__(
-        self, context: ProcessContext, dispatcher: TaskDispatcher, training: scheduler_base.TrainingModels
+        self, context: ProcessContext, dispatcher: TaskDispatcher, training: function_scheduler_base.TrainingModels
     ) -> None:
         self._context, self._dispatcher, self._training = context, dispatcher, training
         self._call, self._is_nested = 0, False
-        self.scheduler: scheduler_base.SchedulerBase = ChiefScheduler(context, training, self._next_call, dispatcher)
+        self.scheduler: function_scheduler_base.SchedulerBase = ChiefScheduler(
+            context, training, self._next_call, dispatcher
+        )
 
     def run_call(self, model: keras.Model, call: str, arguments: dict[str, Any], proceed: Callable[[], Any]) -> Any:
         """See :class:`lockstep.data.fit_entry.ProcessGroup`."""
@@ -94,7 +96,7 @@ class ChiefFitDispatch(fit_entry.ProcessGroup):
             with (
                 closing(fit),
                 self._training.steps_by(model, fit.step, fit.newest_state),
-                refresh_before_sync(model, fit.settle),
+                refresh_before_sync(model, fit.wait_for_steps),
             ):
                 history = proceed()
                 fit.newest_state()  # Else the model has it.
@@ -147,11 +149,13 @@ class WorkerFitDispatch(fit_entry.ProcessGroup):
     """
 
     def __init__(
-        self, context: ProcessContext, task_client: TaskClient, training: scheduler_base.TrainingModels
+        self, context: ProcessContext, task_client: TaskClient, training: function_scheduler_base.TrainingModels
     ) -> None:
         self._context, self._task_client, self._training = context, task_client, training
         self._call = 0
-        self.scheduler: scheduler_base.SchedulerBase = WorkerScheduler(context, training, self._next_call, task_client)
+        self.scheduler: function_scheduler_base.SchedulerBase = WorkerScheduler(
+            context, training, self._next_call, task_client
+        )
 
     def run_call(self, model: keras.Model, call: str, arguments: dict[str, Any], proceed: Callable[[], Any]) -> Any:
         """See :class:`lockstep.data.fit_entry.ProcessGroup`."""
@@ -241,7 +245,7 @@ class WorkerFitDispatch(fit_entry.ProcessGroup):
             if name in result.arrays:
                 variable.assign(result.arrays[name])
         if variables and variables.keys().isdisjoint(result.arrays):
-            self._context.log(scheduler_base.WEIGHTS_DROPPED)
+            self._context.log(function_scheduler_base.WEIGHTS_DROPPED)
         history = keras.callbacks.History()
         history.history, history.epoch = dict(result.result["history"]), list(result.result["epoch"])
         history.set_model(model)

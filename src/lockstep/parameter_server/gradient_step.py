@@ -17,7 +17,7 @@ from lockstep.devices.batch_split import rows_of_replicas
 from lockstep.devices.placement import Placement, is_rows
 from lockstep.execution.call_splitter import CannotSplitError, ModelCall, infer_output_spec, trace_call
 from lockstep.execution.gradient_extraction import GradientPrograms
-from lockstep.execution.train_functions import StepFunctions
+from lockstep.execution.step_functions import StepFunctions
 from lockstep.execution.train_state import apply_changes
 from lockstep.fit.checkpointing.model_state import variables_of
 from lockstep.parameter_server.variable_store import UpdateRules

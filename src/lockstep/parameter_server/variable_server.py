@@ -27,11 +27,11 @@ from lockstep.parameter_server.rpc import (
     seconds_of,
 )
 from lockstep.parameter_server.sharding import ShardingPlan
+from lockstep.parameter_server.staleness import StalenessBound
 from lockstep.parameter_server.variable_store import (
     NO_RULES,
     CompletedIds,
     Push,
-    StalenessBound,
     UpdateRules,
     VariableSnapshot,
     VariableStore,
@@ -93,7 +93,7 @@ class VariableService:
 
     Args:
         store: the variables.
-        max_staleness: see :class:`lockstep.parameter_server.variable_store.StalenessBound`.
+        max_staleness: see :class:`lockstep.parameter_server.staleness.StalenessBound`.
         refuse_nonfinite: whether a gradient that is not finite is refused.
 
     Attributes:
@@ -247,7 +247,7 @@ def serve(
         optimizer: optimizer of the model; the server gets a copy of it.
         listener: a listening socket; the server closes it.
         rules: rules of the model's variables.
-        max_staleness: see :class:`lockstep.parameter_server.variable_store.StalenessBound`.
+        max_staleness: see :class:`lockstep.parameter_server.staleness.StalenessBound`.
         refuse_nonfinite: whether a gradient that is not finite is refused.
         identity: what clients must have in common with the server besides the plan.
         secret: shared with the clients; None: there is none.

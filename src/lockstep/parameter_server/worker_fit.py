@@ -8,8 +8,8 @@ import numpy as np
 
 from lockstep._errors import ClusterError
 from lockstep.data.indexed_batches import IndexedBatches
-from lockstep.data.pass_iterator import EpochHook
-from lockstep.execution.train_functions import in_step
+from lockstep.data.resumable_iterator import EpochHook
+from lockstep.execution.step_functions import in_step
 from lockstep.fit.checkpointing.model_state import variables_of
 from lockstep.parameter_server.gradient_step import (
     GradientResult,

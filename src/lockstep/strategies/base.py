@@ -24,12 +24,12 @@ from lockstep.devices.names import is_described, listed_devices
 from lockstep.devices.placement import MeshPlacement, Placement, gather_on_host
 from lockstep.doctor.checks import FitChecks
 from lockstep.execution.executors import DeterministicExecutor, Executor, SpmdExecutor
+from lockstep.execution.step_functions import StepFunctions, in_step
 from lockstep.execution.step_loop import StepHook, trace_context
-from lockstep.execution.train_functions import StepFunctions, in_step
 from lockstep.execution.variable_shards import ModelLayout, layout_notes, layout_of
-from lockstep.fit.checkpointing.backup_and_restore import SaveFrequency
 from lockstep.fit.checkpointing.checkpoint_hook import CheckpointHook
 from lockstep.fit.checkpointing.loop_checkpoint import Checkpoint
+from lockstep.fit.checkpointing.save_frequency import SaveFrequency
 from lockstep.fit.hooks import CallbackHooks, FitContext, FitHook, entered
 from lockstep.fit.monitoring.monitor_hook import MonitorHook
 from lockstep.fit.nan_guard import NanGuardHook

@@ -24,7 +24,7 @@ from lockstep.doctor.base import FitCall, Report, RuntimeSettings, calling_locat
 from lockstep.doctor.checks import examine
 from lockstep.execution.executors import Executor, SpmdExecutor
 from lockstep.execution.gradient_extraction import GradientPrograms
-from lockstep.execution.train_functions import StepFunctions
+from lockstep.execution.step_functions import StepFunctions
 from lockstep.execution.variable_shards import ModelLayout
 
 Values = dict[str, np.ndarray]

@@ -151,16 +151,16 @@ class ModelParallelStrategy(WorkerStrategy):
             _check_arrays("layout: x", x)
         shardings = self._shardings_of(model)
         shardings.check_variables()
-        if not shardings.is_settled:
-            self._settle(model, _inputs_of(model) if x is None else x)
+        if not shardings.is_resolved:
+            self._resolve(model, _inputs_of(model) if x is None else x)
         return shardings.layout()
 
     def _executor_for(self, placement: Placement, model: keras.Model) -> Executor:
         if not isinstance(placement, MeshPlacement):  # one device, to compare with
             return SpmdExecutor(placement, self._ops)
 
-        settle, log = partial(self._settle, model), partial(self._log_once, model)
-        return ModelParallelExecutor(placement, self._shardings_of(model), settle, self._recompute, log)
+        resolve, log = partial(self._resolve, model), partial(self._log_once, model)
+        return ModelParallelExecutor(placement, self._shardings_of(model), resolve, self._recompute, log)
 
     def _shardings_of(self, model: keras.Model) -> ModelShardings:
         executor = self._executor_of(model)
@@ -168,10 +168,10 @@ class ModelParallelStrategy(WorkerStrategy):
             return executor.shardings
         return ModelShardings(model, self._options, partial(self._log_once, model))
 
-    def _settle(self, model: keras.Model, x: Any) -> None:
-        """Settle where the variables lie, and lay them there."""
+    def _resolve(self, model: keras.Model, x: Any) -> None:
+        """Resolve where the variables lie, and lay them there."""
         shardings = self._shardings_of(model)
-        shardings.settle(x)
+        shardings.resolve(x)
         if self._layouts is None:
             return
         for variable, sharding in shardings.all():
@@ -186,12 +186,12 @@ class ModelParallelStrategy(WorkerStrategy):
 
     def _known_layout(self, model: keras.Model) -> ModelLayout | None:
         """Return the layout of a model; None if it cannot be known before the first step."""
-        is_known = self._shardings_of(model).is_settled or getattr(model, "inputs", None)
+        is_known = self._shardings_of(model).is_resolved or getattr(model, "inputs", None)
         return self.layout(model) if is_known else None
 
     def _layout_notes(self, model: keras.Model) -> list[str]:
         self._shardings_of(model).check_variables()
-        return []  # They are logged when the layout is settled.
+        return []  # They are logged when the layout is resolved.
 
     def _compared_settings(self) -> dict[str, Any]:
         rules = self._options.rules

@@ -26,9 +26,9 @@ from lockstep.fit.hooks import FitContext, single_callback
 from lockstep.fit.nan_guard import NanGuard
 from lockstep.parameter_server.cluster_coordinator import SchedulingStrategy
 from lockstep.parameter_server.fit_dispatch import ChiefFitDispatch, WorkerFitDispatch
+from lockstep.parameter_server.function_scheduler_base import SchedulerBase
 from lockstep.parameter_server.gradient_step import GradientStep
 from lockstep.parameter_server.process_role import ProcessContext, ProcessRole, find_role
-from lockstep.parameter_server.scheduler_base import SchedulerBase
 from lockstep.parameter_server.sharding import PartitionFunction
 from lockstep.parameter_server.task_dispatcher import TaskDispatcher
 from lockstep.strategies.base import Strategy
@@ -42,17 +42,17 @@ class _RemoteSteps(StepHook):
 
     Args:
         step: makes a step, given state and batch.
-        settle: waits for all steps so far, and returns the state that they have left.
+        wait_for_steps: waits for all steps so far, and returns the state that they have left.
         on_step: is called before each step of any kind.
     """
 
     def __init__(
         self,
         step: Callable[[Any, Any], Any],
-        settle: Callable[[], Any],
+        wait_for_steps: Callable[[], Any],
         on_step: Callable[[], None] = lambda: None,
     ) -> None:
-        self._step, self._settle, self._on_step = step, settle, on_step
+        self._step, self._wait_for_steps, self._on_step = step, wait_for_steps, on_step
 
     def on_step_start(self, model: keras.Model, kind: str, batch: Any) -> None:
         """See :class:`StepHook`."""
@@ -64,7 +64,7 @@ class _RemoteSteps(StepHook):
 
     def newest_state(self) -> Any:
         """See :class:`StepHook`."""
-        return self._settle()
+        return self._wait_for_steps()
 
 
 class _NanGuardRefusal:
@@ -212,7 +212,7 @@ class ParameterServerStrategy(SchedulingStrategy, Strategy):
             _use_chief_random_state(self._role, started.result)
         return WorkerFitDispatch(self._context, client, self)
 
-    # Methods of lockstep.parameter_server.scheduler_base.TrainingModels.
+    # Methods of lockstep.parameter_server.function_scheduler_base.TrainingModels.
 
     def gradient_step(self, model: keras.Model) -> GradientStep:
         """Return the step that computes gradients on the devices of this process."""
@@ -220,10 +220,10 @@ class ParameterServerStrategy(SchedulingStrategy, Strategy):
 
     @contextlib.contextmanager
     def steps_by(
-        self, model: keras.Model, step: Callable[[Any, Any], Any], settle: Callable[[], Any] = lambda: None
+        self, model: keras.Model, step: Callable[[Any, Any], Any], wait_for_steps: Callable[[], Any] = lambda: None
     ) -> Iterator[None]:
-        """Make the training steps of a model with ``step``; ``settle`` waits for them, and returns the state that they have left."""
-        with self._functions_of(model).hooked(_RemoteSteps(step, settle)):
+        """Make the training steps of a model with ``step``; ``wait_for_steps`` waits for them, and returns the state that they have left."""
+        with self._functions_of(model).hooked(_RemoteSteps(step, wait_for_steps)):
             yield
 
     def model_of_loop(self) -> keras.Model:

@@ -56,7 +56,7 @@ def prepare_process(
     """Check a strategy's arguments, then change the settings of the process that JAX reads when it starts.
 
     Call it before devices are looked up, which starts JAX: the thread pool and XLA's flags (if deterministic) and the memory
-    allocator are settled here. Nothing is changed if an argument is wrong.
+    allocator are set here. Nothing is changed if an argument is wrong.
 
     Args:
         cross_device_ops: as in :class:`MirroredStrategy`.

@@ -24,7 +24,7 @@ from lockstep.doctor.base import Finding, FitCall, Report, RuntimeSettings, call
 from lockstep.doctor.checks import examine
 from lockstep.doctor.environment_checks import check_network, peers_of
 from lockstep.execution.executors import SpmdExecutor
-from lockstep.execution.train_functions import StepFunctions
+from lockstep.execution.step_functions import StepFunctions
 from lockstep.strategies.diagnostics import Diagnostics, examine_fit
 from lockstep.tools.running_scripts import FirstFit, run_until_fit
 

@@ -15,7 +15,7 @@ from lockstep import OptionError, cli
 from lockstep.collectives.cost_model import NetworkLink
 from lockstep.devices.cpu_devices import HostMemory
 from lockstep.tools.plan import planner, worker
-from lockstep.tools.plan.compiled_step import CompiledStep, Memory, Survey, TrainingCall
+from lockstep.tools.plan.estimate import CompiledStep, Memory, Survey, TrainingCall
 from lockstep.tools.plan.hardware import Accelerator, known_accelerators, parse_target
 from lockstep.tools.plan.planner import PlanOptions, plan_script
 from lockstep.tools.plan.render import text_of

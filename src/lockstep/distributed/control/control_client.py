@@ -13,7 +13,7 @@ from lockstep._errors import NO_PROGRESS, ClusterError, summary_of
 from lockstep._logging import CancelledError, WaitLogger, is_cancelled, listed
 from lockstep.distributed.cluster.membership import WorkerGroup
 from lockstep.distributed.control.admission import digest, find_disagreement
-from lockstep.distributed.control.control_server import BARRIER, BROADCAST, GATHER, LEAVE, Coordinator
+from lockstep.distributed.control.control_server import BARRIER, BROADCAST, GATHER, LEAVE, ControlServer
 from lockstep.distributed.control.failure_detector import (
     HEARTBEAT_SECONDS,
     PROGRAM,
@@ -38,7 +38,7 @@ _MAX_SUMMARY = 4000  # characters
 
 
 class ControlClient:
-    """One worker's end of the control channel; :func:`lockstep.distributed.control.join.join` makes it.
+    """One worker's end of the control channel; :func:`lockstep.distributed.control.connect.open_control_channel` makes it.
 
     All methods may be called from any thread. Collective calls are counted by channel: on each channel all workers make the same
     calls in the same order, and only one thread at a time may use a channel.
@@ -53,8 +53,8 @@ class ControlClient:
 
     Example:
         >>> from lockstep.distributed.cluster.membership import WorkerGroup
-        >>> from lockstep.distributed.control.join import join
-        >>> with join(WorkerGroup(workers=1, index=0, coordinator="localhost:12421"), {"jax": "0.10.2"}) as client:
+        >>> from lockstep.distributed.control.connect import open_control_channel
+        >>> with open_control_channel(WorkerGroup(workers=1, index=0, coordinator="localhost:12421"), {"jax": "0.10.2"}) as client:
         ...     client.report(1, "step")
         ...     client.gather("rows", 7)
         [7]
@@ -65,7 +65,7 @@ class ControlClient:
         group: WorkerGroup,
         peers: tuple[Peer, ...],
         connection: FramedSocket,
-        server: Coordinator | None,
+        server: ControlServer | None,
         limits: Limits,
         on_failure: Callable[[Failure], None],
         log: Callable[[str], None],

@@ -24,6 +24,7 @@ from lockstep.distributed.control.failure_detector import (
     SuspendDetector,
     WorkerStatus,
     find_cause,
+    find_death,
     find_failure,
     find_overdue,
     make_failure,
@@ -170,7 +171,7 @@ class _WorkerRecord:
     metadata: Mapping[str, float] = field(default_factory=dict)  # Numbers that it reports about itself.
 
 
-class Coordinator:
+class ControlServer:
     """Serves the control channel of one job.
 
     Args:
@@ -343,9 +344,8 @@ class Coordinator:
             if self._rejection is None:
                 rejection = JoinRejection(sentence, everyone=True, exit_code=PEER_LOST)
                 self._cancel_start(rejection, self._group.workers)
-        elif not worker.left and not worker.failed:
-            what = f"died: {worker.connection.ended} unexpectedly, last {self._status(worker).doing}."
-            self._declare(make_failure(FailureKind.DIED, worker.peer, what))
+        elif not worker.failed and (death := find_death(self._status(worker), worker.connection.ended)):
+            self._declare(death)
         self._release_staying()
 
     # Messages to the workers.

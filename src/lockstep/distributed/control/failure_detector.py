@@ -1,8 +1,6 @@
-"""Finds from heartbeats which worker is silent, is stuck or has left early, and says how a job failed.
+"""Finds which worker is dead, silent or stuck, or has left early, and says how a job failed.
 
-That a worker has died is noticed by ``control_server``, when its connection closes.
-
-A worker without a heartbeat for ``timeout`` is silent. A worker is stuck if its step and activity have not changed for ``timeout``
+A worker is dead if its connection has closed before it left. A worker without a heartbeat for ``timeout`` is silent. A worker is stuck if its step and activity have not changed for ``timeout``
 (``long`` in an activity of ``MAY_TAKE_LONG``) while another has waited for ``timeout`` in a step that it has not reached. If a worker
 that has left never reached that step, waiting is given up early. If no worker leaves its step for ``long``, they are stuck, too.
 """
@@ -174,6 +172,18 @@ def find_failure(now: float, statuses: Sequence[WorkerStatus], limits: Limits) -
         or _find_stuck(now, statuses, limits)
         or _find_standstill(now, statuses, limits)
     )
+
+
+def find_death(status: WorkerStatus, ended: str | None) -> Failure | None:
+    """Return the failure of a worker whose connection has closed; None if it had left.
+
+    Args:
+        status: its last status.
+        ended: how the connection ended.
+    """
+    if status.left:
+        return None
+    return make_failure(FailureKind.DIED, status.peer, f"died: {ended} unexpectedly, last {status.doing}.")
 
 
 def find_overdue(now: float, missing: Sequence[WorkerStatus], waits: Peer, what: str) -> Failure:

@@ -1,4 +1,7 @@
-"""Base classes of cluster resolvers: the interface, and resolvers that read environment variables."""
+"""Base classes of cluster resolvers: the interface, and resolvers that read environment variables.
+
+A resolver for another scheduler is a subclass in a file of this package, and a line in ``RESOLVERS`` of its ``__init__``.
+"""
 
 import os
 from abc import ABC, abstractmethod

@@ -280,7 +280,7 @@ class MeshOptions:
 
 
 class ModelShardings:
-    """Shardings of one model's variables, which are settled before its first step.
+    """Shardings of one model's variables, which are resolved before its first step.
 
     Args:
         model: the model.
@@ -288,15 +288,15 @@ class ModelShardings:
         log: logs a sentence about the model.
 
     Attributes:
-        is_settled: whether the axes of all variables are known.
+        is_resolved: whether the axes of all variables are known.
     """
 
     def __init__(self, model: keras.Model, options: MeshOptions, log: Callable[[str], None]) -> None:
         self._model, self._options, self._log = model, options, log
-        self._variables: list[keras.Variable] = []  # those that are settled, which keeps their ids their own
+        self._variables: list[keras.Variable] = []  # those that are resolved, which keeps their ids their own
         self._axes: dict[int, Axes] = {}
         self._choices: dict[int, AxisChoice] = {}
-        self.is_settled = False
+        self.is_resolved = False
 
     @property
     def shard(self) -> Shard:
@@ -305,10 +305,10 @@ class ModelShardings:
 
     def check_variables(self) -> None:
         """Notice variables that the model has got since, such as those of LoRA; to be called before a run of steps."""
-        self.is_settled &= all(id(variable) in self._axes for variable in self._model.variables)
+        self.is_resolved &= all(id(variable) in self._axes for variable in self._model.variables)
 
-    def settle(self, x: Any) -> None:
-        """Settle where the variables lie.
+    def resolve(self, x: Any) -> None:
+        """Resolve where the variables lie.
 
         Args:
             x: inputs of the model: a tree of arrays, or of their shapes and types, ``(rows, …)``.
@@ -331,7 +331,7 @@ class ModelShardings:
         if options.rules is not None:
             self._check_rules(options.rules)
         self._report_whole_variables()
-        self._variables, self.is_settled = variables, True
+        self._variables, self.is_resolved = variables, True
 
     def axes_of(self, variable: keras.Variable) -> Axes:
         """Return along which axes of the mesh a variable of the model is sharded."""

@@ -3,7 +3,8 @@
 The function is traced with two numbers of rows, and both traces are read together, equation by equation. Numbers, shapes or operations
 that differ without being rows show a dependence on the number of rows. For each value the analysis follows the axis of the rows. An
 operation that combines rows, or that has no rule, is reported and never counts as row-wise. Random bits count as row-wise if their key
-comes from a seed generator, because each replica then draws from its own stream.
+comes from a seed generator, because each replica then draws from its own stream. What follows from the result is decided by
+``execution/call_splitter``.
 """
 
 import functools

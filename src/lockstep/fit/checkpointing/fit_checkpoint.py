@@ -22,12 +22,12 @@ from lockstep.checkpoint.format import Loaded, Snapshot, open_stored
 from lockstep.checkpoint.store import CheckpointStore, ShardedSnapshot, ShardedStore, shared_token
 from lockstep.data.fit_entry import ProcessGroup
 from lockstep.data.keras_adapter import KerasInput
-from lockstep.data.pass_iterator import InputState
 from lockstep.data.random_state import capture_random_state, restore_random_state
+from lockstep.data.resumable_iterator import InputState
 from lockstep.doctor.base import FitCall, doctor_enabled
 from lockstep.doctor.data_checks import FitRecord, check_changed_batch, fit_record, learning_rate_of
+from lockstep.execution.step_functions import StepFunctions
 from lockstep.execution.step_loop import StepHook
-from lockstep.execution.train_functions import StepFunctions
 from lockstep.fit.checkpointing.backup_and_restore import BackupAndRestore
 from lockstep.fit.checkpointing.model_state import (
     MetadataCheck,

@@ -1,4 +1,4 @@
-"""Entry points of plans: ``lockstep plan`` for a script, ``lockstep.plan`` for a model; ``compiled_step`` finds memory and time."""
+"""Entry points of plans: ``lockstep plan`` for a script, ``lockstep.plan`` for a model; ``estimate`` finds memory and time."""
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +24,7 @@ from lockstep._keras.trainer import DEFAULT_BATCH_SIZE
 from lockstep.cluster_resolver import RESOLVERS
 from lockstep.collectives.cost_model import NetworkLink
 from lockstep.devices.cpu_devices import host_memory, usable_cores
-from lockstep.tools.plan.compiled_step import (
+from lockstep.tools.plan.estimate import (
     STRATEGIES,
     CompiledStep,
     Estimate,
@@ -236,7 +236,7 @@ class Plan(SavedReport):
 
     Example:
         >>> from lockstep.tools.plan.planner import Plan
-        >>> from lockstep.tools.plan.compiled_step import Survey
+        >>> from lockstep.tools.plan.estimate import Survey
         >>> survey = Survey(32, None, False, "float32", 1e9)
         >>> print(Plan("a net", survey, (), ("Nothing was compiled.",), ()))
         Plan of a net

@@ -23,7 +23,7 @@ from lockstep.doctor.checks import check_call
 from lockstep.execution.step_probe import StrategyProbes
 from lockstep.strategies.setup import override_devices
 from lockstep.tools.doctor_command import fit_call_of
-from lockstep.tools.plan.compiled_step import (
+from lockstep.tools.plan.estimate import (
     CompiledStep,
     Memory,
     StepCompiler,

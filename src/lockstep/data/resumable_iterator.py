@@ -95,7 +95,7 @@ def check_same_batch(name: str, state: IteratorState, batch: Any) -> None:
         )
 
 
-Place = Callable[[Any], Any]
+PlaceBatch = Callable[[Any], Any]
 
 
 class BatchCheck(Protocol):
@@ -125,7 +125,7 @@ class _HostBatch:
     after: dict[str, Any] | None = None  # the random state after it was read, if a thread reads ahead
 
 
-class PassIterator:
+class ResumableIterator:
     """Iterator over the batches of one pass, which may last several epochs if those have a number of steps.
 
     ``next`` reads the next batch on the host without taking it; :meth:`take` takes a placed one.
@@ -150,7 +150,7 @@ class PassIterator:
     def __init__(
         self,
         source: InputSource,
-        place: Place,
+        place: PlaceBatch,
         depth: int,
         meter: WaitMeter,
         check: BatchCheck | None = None,
@@ -168,7 +168,7 @@ class PassIterator:
         self._limit: float | None = None
         self._running: deque[Any] = deque()
         self._closed = False
-        self.successor: PassIterator | None = None
+        self.successor: ResumableIterator | None = None
         self.has_ended = False
         self._reader: BatchReader = (
             Prefetcher(self._read, self._finish, depth, source.name)
@@ -176,7 +176,7 @@ class PassIterator:
             else InlineReader(self._read, self._finish)
         )
 
-    def __iter__(self) -> "PassIterator":
+    def __iter__(self) -> "ResumableIterator":
         return self
 
     def __next__(self) -> Any:

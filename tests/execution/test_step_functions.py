@@ -51,15 +51,15 @@ def test_layers_do_not_know_losses_of_earlier_calls(deterministic, kind):
 
 
 @pytest.fixture
-def joining(monkeypatch):
-    """Steps of CPU devices are joined as well; gives the numbers of batches of all programs that were started."""
+def scanning(monkeypatch):
+    """Steps of CPU devices are scanned as well; gives the numbers of batches of all programs that were started."""
     started, run = [], CompiledTrainStep.__call__
 
     def counted(self, state, batch):
         started.append(len(batch) if isinstance(batch[0], tuple) else 1)
         return run(self, state, batch)
 
-    monkeypatch.setattr(SpmdExecutor, "joins_steps", True)
+    monkeypatch.setattr(SpmdExecutor, "scans_steps", True)
     monkeypatch.setattr(CompiledTrainStep, "__call__", counted)
     return started
 
@@ -93,38 +93,38 @@ def mirrored(devices=2, **options):
 
 
 @functools.cache
-def joined_by_plain_keras():
+def three_steps_by_plain_keras():
     return trained(compiled(3, contextlib.nullcontext(), has_noise=False))
 
 
 @pytest.mark.parametrize("devices", [1, 2])
-@pytest.mark.xdist_group("joined by plain Keras")
-def test_joined_steps_have_the_numbers_of_plain_keras(joining, devices):
+@pytest.mark.xdist_group("steps by plain Keras")
+def test_scanned_steps_have_the_numbers_of_plain_keras(scanning, devices):
     found = trained(compiled(3, mirrored(devices), has_noise=False))
-    assert joining == 2 * [3, 3, 3, 1, 1, 1]  # The last batch has another shape.
-    for ours, expected in zip(found, joined_by_plain_keras(), strict=True):
+    assert scanning == 2 * [3, 3, 3, 1, 1, 1]  # The last batch has another shape.
+    for ours, expected in zip(found, three_steps_by_plain_keras(), strict=True):
         np.testing.assert_allclose(ours, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"shard": "variables"}], ids=["replicated", "sharded"])
-def test_joined_steps_keep_noise_statistics_and_accumulation(joining, monkeypatch, options):
+def test_scanned_steps_keep_noise_statistics_and_accumulation(scanning, monkeypatch, options):
     monkeypatch.setattr("lockstep.devices.placement.SHARD_FROM", 3)
     found = trained(compiled(3, mirrored(**options), accumulate=2))
-    assert max(joining) == 3
-    monkeypatch.setattr(SpmdExecutor, "joins_steps", False)
+    assert max(scanning) == 3
+    monkeypatch.setattr(SpmdExecutor, "scans_steps", False)
     for ours, expected in zip(found, trained(compiled(3, mirrored(**options), accumulate=2)), strict=True):
         np.testing.assert_allclose(ours, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.slow
-def test_steps_are_not_joined_if_a_hook_needs_each(joining):
+def test_steps_are_not_scanned_if_a_hook_needs_each(scanning):
     trained(compiled(3, mirrored()), lockstep.callbacks.NanGuard())
     trained(compiled(1, mirrored()))
-    assert set(joining) == {1}
+    assert set(scanning) == {1}
 
 
-def test_an_error_in_the_input_comes_after_the_steps_before_it(joining):
+def test_an_error_in_the_input_comes_after_the_steps_before_it(scanning):
     def broken():
         for start in range(0, 20, 4):
             if start == 16:
@@ -135,7 +135,7 @@ def test_an_error_in_the_input_comes_after_the_steps_before_it(joining):
     with pytest.raises(OSError, match="the disk is gone"):
         model.fit(broken(), epochs=1, verbose=0)
     assert int(model.optimizer.iterations.numpy()) == 4
-    assert joining == [3, 1]
+    assert scanning == [3, 1]
 
 
 @pytest.mark.parametrize("strategy", [{}, {"deterministic": True}])

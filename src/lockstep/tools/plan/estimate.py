@@ -30,7 +30,7 @@ from lockstep.execution.executors import ModelParallelExecutor, SpmdExecutor
 from lockstep.execution.jaxpr_utils import equations_of
 from lockstep.execution.model_parallel.model_shardings import MeshAxes, MeshOptions, ModelShardings
 from lockstep.execution.rowwise import source_location
-from lockstep.execution.train_functions import StepFunctions
+from lockstep.execution.step_functions import StepFunctions
 from lockstep.execution.variable_shards import (
     ModelLayout,
     Recompute,
@@ -389,7 +389,7 @@ def planned_executor(
     axes = MeshAxes({"data": max(1, len(devices) // size), "model": size})
     options = MeshOptions(axes.placement(devices), axes, None, planned.shard)
     shardings = ModelShardings(model, options, note)
-    executor = ModelParallelExecutor(options.placement, shardings, shardings.settle, planned.recompute, note)
+    executor = ModelParallelExecutor(options.placement, shardings, shardings.resolve, planned.recompute, note)
     executor.prepare(call.row)
     return executor
 

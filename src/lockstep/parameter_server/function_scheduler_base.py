@@ -43,9 +43,9 @@ class TrainingModels(Protocol):
         """Return the step that computes gradients on the devices of this process."""
 
     def steps_by(
-        self, model: keras.Model, step: Callable[[Any, Any], Any], settle: Callable[[], Any] = lambda: None
+        self, model: keras.Model, step: Callable[[Any, Any], Any], wait_for_steps: Callable[[], Any] = lambda: None
     ) -> AbstractContextManager[None]:
-        """Return a context in which ``step`` makes the model's training steps; ``settle`` returns the state that they have left on servers."""
+        """Return a context in which ``step`` makes the model's training steps; ``wait_for_steps`` returns the state that they have left on servers."""
 
     def model_of_loop(self) -> keras.Model:
         """Return the model whose variables the servers hold while functions are scheduled; raise ModelError if there is none."""

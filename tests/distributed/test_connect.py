@@ -10,8 +10,8 @@ import pytest
 from lockstep import ClusterError, OptionError
 from lockstep.distributed.cluster.env_reader import NetworkOptions
 from lockstep.distributed.cluster.membership import WorkerGroup
+from lockstep.distributed.control.connect import open_control_channel
 from lockstep.distributed.control.handshake import PROTOCOL, Peer, hello, join_request, open_listener
-from lockstep.distributed.control.join import join
 from lockstep.distributed.control.transport import FramedSocket, encode
 from tests.distributed.threaded_job import ThreadedJob, listening
 from tests.support.waiting import DEADLINE, wait_until
@@ -50,7 +50,7 @@ def test_workers_meet_and_know_each_other(workers):
 def test_a_job_of_one_worker_uses_no_port():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         group = WorkerGroup(workers=1, index=0, coordinator=f"127.0.0.1:{taken.getsockname()[1]}")
-        with join(group, {}) as session:
+        with open_control_channel(group, {}) as session:
             assert session.gather("rows", 7) == [7]
 
 
@@ -101,9 +101,9 @@ def test_a_worker_with_an_absurd_count_costs_neither_memory_nor_time():
 
 def test_what_is_sent_of_a_worker_must_be_json():
     with pytest.raises(OptionError, match="Only values of JSON"):
-        join(WorkerGroup(workers=1, index=0, coordinator="localhost:12421"), {"model": object()})
+        open_control_channel(WorkerGroup(workers=1, index=0, coordinator="localhost:12421"), {"model": object()})
     with pytest.raises(OptionError, match="too many"):
-        join(WorkerGroup(workers=1, index=0, coordinator="localhost:12421"), {"model": "x" * 100_000})
+        open_control_channel(WorkerGroup(workers=1, index=0, coordinator="localhost:12421"), {"model": "x" * 100_000})
 
 
 @pytest.mark.slow
@@ -238,7 +238,7 @@ def test_a_worker_that_goes_away_before_the_start_is_named_to_the_others():
 def test_a_late_duplicate_is_refused_and_harms_nothing():
     with ThreadedJob(2) as job:
         with pytest.raises(ClusterError, match="Two processes say that they are worker 1 of 2"):
-            join(**job.arguments(1))
+            open_control_channel(**job.arguments(1))
         assert job.everyone(lambda session: session.gather("rows", 1)) == [[1, 1]] * 2
         assert job.failures == [[], []]
 
@@ -247,7 +247,7 @@ def test_a_leftover_of_an_earlier_start_is_refused_and_harms_nothing():
     job = ThreadedJob(2, lambda index: {"generation": 1})
     with job:
         with pytest.raises(ClusterError, match="is left over from start 0 of the job"):
-            join(**{**job.arguments(1), "generation": 0})
+            open_control_channel(**{**job.arguments(1), "generation": 0})
         assert job.everyone(lambda session: session.gather("rows", 1)) == [[1, 1]] * 2
 
 
@@ -256,7 +256,7 @@ def test_a_worker_of_a_later_start_waits_for_its_own_chief():
         ThreadedJob(2) as job,
         pytest.raises(ClusterError, match=r"was not met within 1 s: .* an earlier chief still runs"),
     ):
-        join(**{**job.arguments(1), "generation": 1, "start_seconds": 1})
+        open_control_channel(**{**job.arguments(1), "generation": 1, "start_seconds": 1})
 
 
 def test_a_worker_waits_for_the_next_chief_while_that_of_a_failed_job_ends():
@@ -264,7 +264,7 @@ def test_a_worker_waits_for_the_next_chief_while_that_of_a_failed_job_ends():
         job.sessions[1]._send({"kind": "heartbeat", "step": "none"})  # It counts as dead.
         wait_until(lambda: job.failures[0], "a failure on worker 0")
         with pytest.raises(ClusterError, match=r"was not met within 1 s: .* has failed and ends"):
-            join(**job.arguments(1), start_seconds=1)
+            open_control_channel(**job.arguments(1), start_seconds=1)
 
 
 @pytest.mark.slow
@@ -304,7 +304,7 @@ def test_workers_who_know_the_secret_meet():
 def test_a_port_in_use_is_named_and_by_whom():
     with ThreadedJob(2) as job:
         with pytest.raises(ClusterError) as caught:
-            join(**{**job.arguments(0), "listener": None})
+            open_control_channel(**{**job.arguments(0), "listener": None})
         port = job.coordinator.split(":")[1]
         assert f"cannot listen on port {port} of 127.0.0.1: another Lockstep job uses it. Fix: end that" in str(
             caught.value
@@ -315,14 +315,14 @@ def test_a_port_in_use_is_named_and_by_whom():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ClusterError, match=f"port {port} of 127.0.0.1: something that is no Lockstep job uses it"):
-            join(WorkerGroup(workers=2, index=0, coordinator=f"127.0.0.1:{port}"), {})
+            open_control_channel(WorkerGroup(workers=2, index=0, coordinator=f"127.0.0.1:{port}"), {})
 
 
 @pytest.mark.slow
 def test_what_answers_without_being_a_chief_is_named():
     silent, address = listening()
     with silent, pytest.raises(ClusterError, match="no process of a Lockstep job: it says nothing"):
-        join(WorkerGroup(workers=2, index=1, coordinator=address), {}, start_seconds=1, log=str)
+        open_control_channel(WorkerGroup(workers=2, index=1, coordinator=address), {}, start_seconds=1, log=str)
     talker, address = listening()
 
     def answer():
@@ -335,7 +335,7 @@ def test_what_answers_without_being_a_chief_is_named():
     thread.start()
     tries = []
     with pytest.raises(ClusterError, match=r"worker 0 of 2, the chief at .*, was not met within 1 s"):
-        join(
+        open_control_channel(
             WorkerGroup(workers=2, index=1, coordinator=address),
             {},
             start_seconds=1,
@@ -362,14 +362,16 @@ def test_a_chief_that_says_nothing_more_is_waited_for_until_the_limit():
     thread = threading.Thread(target=challenge, daemon=True)
     thread.start()
     with chief, pytest.raises(ClusterError, match=r"went away before all had joined: it sent nothing for 1.5 s"):
-        join(WorkerGroup(workers=2, index=1, coordinator=address), {}, timeout_seconds=1.5, start_seconds=30, log=str)
+        open_control_channel(
+            WorkerGroup(workers=2, index=1, coordinator=address), {}, timeout_seconds=1.5, start_seconds=30, log=str
+        )
     done.set()
     thread.join(DEADLINE)
 
 
 def test_a_host_that_is_unknown_is_tried_until_the_limit():
     with pytest.raises(ClusterError, match=r"was not met within 0.3 s: .*\bknown"):
-        join(
+        open_control_channel(
             WorkerGroup(workers=2, index=1, coordinator="no-such-host.invalid:12421"),
             {},
             start_seconds=0.3,

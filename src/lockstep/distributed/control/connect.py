@@ -12,7 +12,7 @@ from lockstep._logging import WaitLogger, listed, log_info
 from lockstep.distributed.cluster.env_reader import NO_SECRET, NetworkOptions
 from lockstep.distributed.cluster.membership import WorkerGroup
 from lockstep.distributed.control.control_client import ControlClient
-from lockstep.distributed.control.control_server import LINGER_SECONDS, Coordinator
+from lockstep.distributed.control.control_server import LINGER_SECONDS, ControlServer
 from lockstep.distributed.control.failure_detector import START, Failure, Limits
 from lockstep.distributed.control.handshake import (
     HANDSHAKE_SECONDS,
@@ -34,7 +34,7 @@ _CONNECT_SECONDS = 5.0
 Joined = tuple[FramedSocket, tuple[Peer, ...]]  # The connection to the chief, and all workers.
 
 
-def join(
+def open_control_channel(
     group: WorkerGroup,
     identity: Mapping[str, Any],
     *,
@@ -93,7 +93,7 @@ def join(
     if group.is_chief:
         if listener is None and group.workers > 1:
             listener = open_listener(group.coordinator, network, log)
-        server = Coordinator(group, me, listener, network.secret, limits, log, clock)
+        server = ControlServer(group, me, listener, network.secret, limits, log, clock)
         connection, peers = joining.as_chief(server)
     else:
         connection, peers = joining.as_worker()
@@ -114,7 +114,7 @@ class _Join:
     clock: Callable[[], float]
     sleep: Callable[[float], None]
 
-    def as_chief(self, server: Coordinator) -> Joined:
+    def as_chief(self, server: ControlServer) -> Joined:
         """Wait for all workers; if the job cannot start, stay until they have been told why."""
         try:
             try:

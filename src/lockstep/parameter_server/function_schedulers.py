@@ -17,10 +17,7 @@ from lockstep._errors import PEER_LOST, USER_ERROR, ClusterError, InputError, Mo
 from lockstep.execution.replica import StateMerge
 from lockstep.fit.checkpointing.model_state import variables_of
 from lockstep.parameter_server.cluster_coordinator import resolve_per_worker
-from lockstep.parameter_server.gradient_step import GradientStep, names_of
-from lockstep.parameter_server.process_role import ProcessContext
-from lockstep.parameter_server.rpc import ArrayServer
-from lockstep.parameter_server.scheduler_base import (
+from lockstep.parameter_server.function_scheduler_base import (
     VALUE,
     WEIGHTS_DROPPED,
     Arguments,
@@ -33,6 +30,9 @@ from lockstep.parameter_server.scheduler_base import (
     set_weights,
     weights_of,
 )
+from lockstep.parameter_server.gradient_step import GradientStep, names_of
+from lockstep.parameter_server.process_role import ProcessContext
+from lockstep.parameter_server.rpc import ArrayServer
 from lockstep.parameter_server.state_sync import (
     STATE,
     DeltaAccumulator,
@@ -88,7 +88,7 @@ class ChiefScheduler(SchedulerBase):
         except BaseException as error:
             self._dispatcher.abort(f"the chief cannot begin a loop: {summary_of(error)}")
             raise
-        self._model, self._settled = model, 0
+        self._model, self._synced = model, 0
         self._error: Exception | None = None
         self._variables = [list(kind) for kind in variables_of(model)[:3]]
         self._known_values = self._values()
@@ -97,7 +97,7 @@ class ChiefScheduler(SchedulerBase):
     def _end(self) -> None:
         try:
             if not self._dispatcher.has_failed:
-                self._settle()
+                self._sync_variables()
                 self._dispatcher.close({}, weights_of(self._model))
         finally:
             if self._client is not None:
@@ -117,7 +117,7 @@ class ChiefScheduler(SchedulerBase):
     def join(self) -> None:
         """See :class:`SchedulerBase`."""
         if self.is_open:
-            self._settle()
+            self._sync_variables()
             self._dispatcher.publish_sync_point({}, weights=weights_of(self._model))
 
     def done(self) -> bool:
@@ -191,11 +191,11 @@ class ChiefScheduler(SchedulerBase):
         """Send what the script has changed in the model to servers and workers."""
         now = self._values()
         if any(differs(new, old) for new, old in zip(now, self._known_values, strict=True)):
-            self._settle()
+            self._sync_variables()
         else:
             self._known_values = now
 
-    def _settle(self) -> None:
+    def _sync_variables(self) -> None:
         """Wait until all functions are done, and give the model the newest values.
 
         A variable that the script has changed keeps its value, which is sent to servers and workers.
@@ -204,8 +204,8 @@ class ChiefScheduler(SchedulerBase):
         if self._error is not None:
             raise self._error
         now, known = self._values(), self._known_values
-        newest = self._state_sync.fetch()[:3] if self._settled < self._scheduled else known
-        self._settled = self._scheduled
+        newest = self._state_sync.fetch()[:3] if self._synced < self._scheduled else known
+        self._synced = self._scheduled
         changed = [differs(new, old) for new, old in zip(now, known, strict=True)]
         merged = [
             [new if differs([new], [old]) else last for new, old, last in zip(*kinds, strict=True)]

@@ -9,8 +9,8 @@ import pytest
 import lockstep
 from lockstep.distributed.control.handshake import Peer
 from lockstep.execution.replica import StateMerge
+from lockstep.parameter_server.function_scheduler_base import decode_result, encode_result
 from lockstep.parameter_server.rpc import ClientSession
-from lockstep.parameter_server.scheduler_base import decode_result, encode_result
 from lockstep.parameter_server.state_sync import SeedOffsets
 from lockstep.parameter_server.task_dispatcher import SyncPointLog, TaskDispatcher, TaskQueue
 from lockstep.parameter_server.variable_store import CompletedIds

@@ -108,8 +108,8 @@ class StepFunctions:
 
     def make(self, kind: str) -> StepLoop:
         """Return the function for ``kind`` ("train", "test" or "predict") of the model as it is compiled now."""
-        gated, joined = functools.cache(self._compile_gated_step), functools.cache(self._compile_joined_step)
-        return StepLoop(self.model, kind, StepPrograms(self._compile_step(kind), gated, joined), lambda: self.hooks)
+        gated, multi_step = functools.cache(self._compile_gated_step), functools.cache(self._compile_multi_step)
+        return StepLoop(self.model, kind, StepPrograms(self._compile_step(kind), gated, multi_step), lambda: self.hooks)
 
     def _compile_step(self, kind: str) -> KerasStep:
         executor = self._select_executor()
@@ -120,11 +120,11 @@ class StepFunctions:
         step = self.build_step(executor, "train")
         return GatedStep(lambda gate: executor.compile(step, "train", gate), donated=executor is self.executor)
 
-    def _compile_joined_step(self) -> KerasStep | None:
+    def _compile_multi_step(self) -> KerasStep | None:
         executor = self._select_executor()
-        if not isinstance(executor, SpmdExecutor) or not executor.joins_steps:
+        if not isinstance(executor, SpmdExecutor) or not executor.scans_steps:
             return None
-        return executor.compile_joined(self.build_step(executor, "train"))
+        return executor.compile_multi_step(self.build_step(executor, "train"))
 
     def _select_executor(self) -> Executor:
         if trainer.is_compiled(self.model):
