@@ -161,8 +161,8 @@ class ProcessGroup:
         return None
 
 
-class InputFactory:
-    """Makes the inputs of one strategy's models.
+class FitEntry:
+    """Replaces fit, evaluate and predict of one strategy's models, and makes their inputs.
 
     Args:
         placement: devices and number of replicas.
@@ -185,7 +185,7 @@ class InputFactory:
         # Batches that were read from a generator and not used, for the next call; they are dropped with the generator.
         self._pending: WeakKeyDictionary[Any, Pending] = WeakKeyDictionary()
 
-    def install(self, model: keras.Model, report: Report) -> None:
+    def replace_methods(self, model: keras.Model, report: Report) -> None:
         """Replace the methods of a model. Those that its own class defines run as they are, and ``super()`` is replaced in them.
 
         Args:

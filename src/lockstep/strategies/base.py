@@ -18,7 +18,7 @@ from lockstep._keras.patches import value_in_context
 from lockstep._keras.sharded_variable import VariableLayouts, lay_out
 from lockstep._logging import counted, log_info
 from lockstep.custom_loops.replica_context import ReplicaModels, open_scopes
-from lockstep.data.fit_entry import InputFactory, ProcessGroup
+from lockstep.data.fit_entry import FitEntry, ProcessGroup
 from lockstep.devices.determinism_flags import describe_determinism
 from lockstep.devices.names import is_described, listed_devices
 from lockstep.devices.placement import MeshPlacement, Placement, gather_on_host
@@ -183,7 +183,7 @@ class Strategy(Diagnostics):
         self._models = ReplicaModels()
         self._process_group = self._join_process_group()
         checks = FitChecks(self._runtime_settings(), self._log_once)
-        self._inputs = InputFactory(
+        self._fit_entry = FitEntry(
             self._placement, self._input_options, self._process_group, self._around_fit, checks.observe_fit
         )
         self._log(self._summary())
@@ -303,7 +303,7 @@ class Strategy(Diagnostics):
             return functions.make(kind)
 
         trainer.attach_strategy(model, self, make, partial(self._build_context, model))
-        self._inputs.install(model, log_once)
+        self._fit_entry.replace_methods(model, log_once)
         self._models.add(model)
 
     def _layout_notes(self, model: keras.Model) -> list[str]:

@@ -17,7 +17,7 @@ from lockstep._keras import trainer
 from lockstep._keras.trainer import observe_compile
 from lockstep.cluster_resolver import RESOLVERS, resolve
 from lockstep.collectives import AutoAllReduce
-from lockstep.data.fit_entry import InputFactory, InputOptions, ProcessGroup
+from lockstep.data.fit_entry import FitEntry, InputOptions, ProcessGroup
 from lockstep.devices.placement import placement_on
 from lockstep.distributed.cluster.env_reader import NetworkOptions
 from lockstep.doctor.base import Finding, FitCall, Report, RuntimeSettings, calling_location, doctor_enabled, set_doctor
@@ -130,9 +130,9 @@ def _on_one_device(program: FitCall) -> Report:
 
     executor = SpmdExecutor(placement, AutoAllReduce())
     functions = StepFunctions(program.model, placement, executor, lambda _: None)
-    inputs = InputFactory(placement, InputOptions(), ProcessGroup(), no_context, lambda *_: None)
+    fit_entry = FitEntry(placement, InputOptions(), ProcessGroup(), no_context, lambda *_: None)
     setting = RuntimeSettings(devices=(device,), has_strategy=False)
-    report = examine(replace(program, settings=setting), functions, inputs, os.environ)
+    report = examine(replace(program, settings=setting), functions, fit_entry, os.environ)
     return replace(report, looked_at=("no strategy: as on one device", *report.looked_at))
 
 
