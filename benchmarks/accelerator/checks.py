@@ -15,7 +15,7 @@ import numpy as np
 import lockstep
 from accelerator.common import ROWS, UNEVEN, Finding, device_names, difference, digest, replicas_on_one, trained
 from accelerator.nets import compiled
-from lockstep.devices.determinism_flags import describe_determinism
+from lockstep.devices.xla_flags import describe_determinism
 from lockstep.distributed.cluster.env_reader import visible_gpus
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 sys.path[:0] = [str(Path(__file__).parents[1])]
 
 from accelerator import checks, measurements
-from lockstep.devices.determinism_flags import prepare_determinism
+from lockstep.devices.xla_flags import prepare_determinism
 
 PARTS = {
     part.__name__: part

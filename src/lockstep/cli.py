@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from lockstep._errors import LockstepError, OptionError, whole_number
+from lockstep.launch.job_scripts import JOB_SCRIPTS
 from lockstep.launch.launch_config import LaunchConfig
-from lockstep.launch.templates import PRINTERS
 from lockstep.launch.worker_environment import ALLOCATORS
 
 EXPORT_FORMATS = ("npz", "safetensors", "orbax")  # Those of checkpoint/export_formats.py, whose import takes long.
@@ -261,7 +261,7 @@ def _run(options: argparse.Namespace) -> int:
 
     job = _config_from_options(options)
     if options.printer is not None:
-        print(PRINTERS[options.printer](job), end="")
+        print(JOB_SCRIPTS[options.printer](job), end="")
         return 0
     output, messages = (io.FileIO(file.fileno(), "w", closefd=False) for file in (sys.stdout, sys.stderr))
     return supervise(job, os.environ, output, messages)
@@ -403,7 +403,8 @@ def _show(options: argparse.Namespace) -> int:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    from lockstep.checkpoint.format import signing_key, verify
+    from lockstep.checkpoint.files import verify
+    from lockstep.checkpoint.manifest import signing_key
     from lockstep.tools.checkpoints import checkpoints_of
 
     code, key = 0, signing_key()
@@ -416,7 +417,8 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _sign(options: argparse.Namespace) -> int:
-    from lockstep.checkpoint.format import KEY_FILE, sign, signing_key
+    from lockstep.checkpoint.files import sign
+    from lockstep.checkpoint.manifest import KEY_FILE, signing_key
     from lockstep.tools.checkpoints import checkpoints_of
 
     key = signing_key()
@@ -430,7 +432,7 @@ def _sign(options: argparse.Namespace) -> int:
 
 def _export(options: argparse.Namespace) -> int:
     from lockstep.checkpoint.export_formats import export
-    from lockstep.checkpoint.format import signing_key
+    from lockstep.checkpoint.manifest import signing_key
     from lockstep.tools.checkpoints import loaded_from
 
     loaded = loaded_from(options.directory, options.step)
@@ -488,7 +490,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     _add(
         parser,
         "--print",
-        choices=tuple(PRINTERS),
+        choices=tuple(JOB_SCRIPTS),
         dest="printer",
         help="print a job script for a scheduler and run nothing",
     )

@@ -145,7 +145,7 @@ def test_after_the_end_nothing_is_taken(tmp_path):
 PROGRAM = """
 import os, sys, time
 from lockstep.checkpoint.async_writer import BackgroundWriter
-from lockstep.checkpoint.format import Snapshot
+from lockstep.checkpoint.files import Snapshot
 from lockstep.checkpoint.store import CheckpointStore
 writer = BackgroundWriter(CheckpointStore(sys.argv[1]))
 def make(step):

@@ -19,7 +19,8 @@ from lockstep import CheckpointError, cli
 from lockstep._arrays import DTYPES
 from lockstep.checkpoint import export_formats
 from lockstep.checkpoint.export_formats import FORMATS, export, read_export
-from lockstep.checkpoint.format import ARRAYS, KEY_FILE, MANIFEST, Loaded, Snapshot
+from lockstep.checkpoint.files import ARRAYS, Loaded, Snapshot
+from lockstep.checkpoint.manifest import KEY_FILE, MANIFEST
 from lockstep.checkpoint.store import CheckpointStore
 
 from .cases import assert_equal, names_in, silent, small, store_in

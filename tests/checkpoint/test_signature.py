@@ -7,7 +7,7 @@ import json
 import pytest
 
 from lockstep import CheckpointError, OptionError, cli
-from lockstep.checkpoint.format import KEY_FILE, signing_key
+from lockstep.checkpoint.manifest import KEY_FILE, signing_key
 from lockstep.checkpoint.store import CheckpointStore
 
 from .cases import assert_equal, small, store_in

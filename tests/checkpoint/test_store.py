@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from lockstep import CheckpointError, OptionError
-from lockstep.checkpoint import format
-from lockstep.checkpoint.format import Snapshot
+from lockstep.checkpoint import files
+from lockstep.checkpoint.files import Snapshot
 from lockstep.checkpoint.store import CheckpointStore
 
 from .cases import assert_equal, filled, is_filled, names_in, silent, small, store_in
@@ -281,7 +281,7 @@ def test_a_signature_is_on_the_disk_before_it_replaces_the_manifest(tmp_path, mo
     done, sync, replace = [], os.fsync, os.replace
     monkeypatch.setattr(os, "fsync", lambda file: (done.append("sync"), sync(file)))
     monkeypatch.setattr(os, "replace", lambda *paths: (done.append("replace"), replace(*paths)))
-    format.sign(tmp_path / "step-000000001", b"k" * 16)
+    files.sign(tmp_path / "step-000000001", b"k" * 16)
     assert done == ["sync", "replace", "sync"]
 
 
@@ -329,7 +329,7 @@ def test_a_reader_beside_a_writer_finds_only_whole_ones(keep, tmp_path):
 
 
 def test_one_that_goes_while_it_is_read_is_no_damage(tmp_path, monkeypatch):
-    store, parts_of = store_in(tmp_path, 1, keep=1), format.parts_of
+    store, parts_of = store_in(tmp_path, 1, keep=1), files.parts_of
 
     def overtaken(path, manifest):
         if store.steps() == [1]:

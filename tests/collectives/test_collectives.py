@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import lockstep
 from lockstep.collectives import ALGORITHMS, all_reduce, ops_from_argument
 from lockstep.collectives.base import pack, plan_packs, unpack
-from lockstep.collectives.platform import platform_sum_bucketed
+from lockstep.collectives.xla_all_reduce import platform_sum_bucketed
 from lockstep.testing import check_cross_device_ops, count_traffic
 
 OPTIONS = {  # Beside the defaults.

@@ -5,8 +5,8 @@ import pytest
 
 import lockstep
 from lockstep.devices.cpu_devices import check_shared_thread_pool
-from lockstep.devices.determinism_flags import describe_determinism
 from lockstep.devices.names import parse_device_name
+from lockstep.devices.xla_flags import describe_determinism
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ import keras
 import numpy as np
 
 import lockstep
-import lockstep.checkpoint.format as checkpoint_format
+import lockstep.checkpoint.files as checkpoint_format
 from lockstep.distributed.control.connect import _Join
 from lockstep.fit.checkpointing.fit_checkpoint import FitCheckpoint
 from lockstep.parameter_server import worker_fit

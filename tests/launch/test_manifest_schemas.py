@@ -10,7 +10,7 @@ import shlex
 import pytest
 
 from lockstep.distributed.cluster.env_reader import SECRET
-from lockstep.launch.templates import PRINTERS
+from lockstep.launch.job_scripts import JOB_SCRIPTS
 from tests.launch.block_yaml import documents
 from tests.launch.test_templates import WORDS, YAML, job, job_in
 
@@ -26,7 +26,7 @@ def package(name):
 @pytest.mark.parametrize("image", [None, 'registry:5000/a"b@sha256:0'])
 def test_a_parser_of_yaml_reads_the_manifest_alike(name, image):
     yaml = package("yaml")
-    text = PRINTERS[name](job(container_image=image))
+    text = JOB_SCRIPTS[name](job(container_image=image))
     assert list(yaml.safe_load_all(text)) == documents(text)
 
 
@@ -34,7 +34,7 @@ def test_a_parser_of_yaml_reads_the_manifest_alike(name, image):
 @pytest.mark.parametrize("least", [None, 1])
 def test_the_manifest_fits_the_published_schema(version, least):
     validator = package("kubernetes_validate")
-    for document in documents(PRINTERS["kubernetes"](job(min_nodes=least))):
+    for document in documents(JOB_SCRIPTS["kubernetes"](job(min_nodes=least))):
         validator.validate(document, version, strict=True)
     for name in ("jobset", "trainjob"):
         job_of_set = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "x"}, "spec": job_in(name)[1]}
@@ -51,15 +51,15 @@ def known_part(document, model=None):
 
 
 def test_the_trainjob_and_the_jobset_fit_the_published_models():
-    for document in documents(PRINTERS["trainjob"](job())):
+    for document in documents(JOB_SCRIPTS["trainjob"](job())):
         assert known_part(document) == document
-    jobset = documents(PRINTERS["jobset"](job()))[-1]["spec"]
+    jobset = documents(JOB_SCRIPTS["jobset"](job()))[-1]["spec"]
     assert known_part(jobset, "JobsetV1alpha2JobSetSpec") == jobset
 
 
 @pytest.mark.parametrize("name", ["onJobFailureReasons", "runtimeRef", "containerName", "numNodes"])
 def test_a_misspelled_field_does_not_fit(name):
-    text = PRINTERS["trainjob"](job())
+    text = JOB_SCRIPTS["trainjob"](job())
     assert name in text
     wrong = documents(text.replace(f"{name}:", f"{name}s:"))
     with pytest.raises((ValueError, AssertionError)):
@@ -67,7 +67,7 @@ def test_a_misspelled_field_does_not_fit(name):
 
 
 def test_a_parser_of_yaml_reads_the_skypilot_task():
-    task = package("yaml").safe_load(PRINTERS["skypilot"](job(path="a\nb.py")))
+    task = package("yaml").safe_load(JOB_SCRIPTS["skypilot"](job(path="a\nb.py")))
     assert task["resources"] == {"job_recovery": {"max_restarts_on_errors": 1, "recover_on_exit_codes": [75]}}
     assert task["secrets"] == {SECRET: None}
     words = shlex.split(task["run"].split("exec ")[1])

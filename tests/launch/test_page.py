@@ -8,8 +8,8 @@ import pytest
 from lockstep import cli
 from lockstep._errors import DONE, INTERRUPTED, NO_PROGRESS, PEER_LOST, USER_ERROR
 from lockstep.distributed.cluster.addresses import DEFAULT_PORT
+from lockstep.launch.job_scripts import JOB_SCRIPTS
 from lockstep.launch.launch_config import LaunchConfig
-from lockstep.launch.templates import PRINTERS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "launching.md").read_text()
 
@@ -36,4 +36,4 @@ def test_its_ports_and_schedulers_are_ours():
         f"a:{DEFAULT_PORT}",
         f"a:{DEFAULT_PORT + 1}",
     )
-    assert set(re.findall(r"--print (\w+)", PAGE)) == set(PRINTERS)
+    assert set(re.findall(r"--print (\w+)", PAGE)) == set(JOB_SCRIPTS)

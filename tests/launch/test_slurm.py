@@ -6,8 +6,8 @@ import sys
 import pytest
 
 from lockstep.checkpoint.store import CheckpointStore
+from lockstep.launch.job_scripts import JOB_SCRIPTS
 from lockstep.launch.launch_config import LaunchConfig
-from lockstep.launch.templates import PRINTERS
 from tests.launch.launching import DEADLINE
 from tests.launch.slurm_cluster import SlurmCluster, missing
 
@@ -58,7 +58,7 @@ def submitted(cluster, name, seconds=0.0):
     folder.mkdir()
     (folder / "train.py").write_text(PROGRAM)
     job = LaunchConfig((str(folder / "train.py"), str(folder), str(seconds)), nodes=2, grace=20.0)
-    script = PRINTERS["slurm"](job).replace("lockstep run", f"{sys.executable} -m lockstep.cli run")
+    script = JOB_SCRIPTS["slurm"](job).replace("lockstep run", f"{sys.executable} -m lockstep.cli run")
     return folder, cluster.submit(script)
 
 

@@ -13,8 +13,9 @@ from lockstep.data.keras_adapter import KerasInput
 from lockstep.data.sources import Pending, make_source
 from lockstep.parameter_server import fit_dispatch
 from lockstep.parameter_server.chief_fit import ChiefFit
+from lockstep.parameter_server.evaluator import _evaluate, run_evaluator
 from lockstep.parameter_server.fit_dispatch import ChiefFitDispatch, WorkerFitDispatch
-from lockstep.parameter_server.worker_fit import WorkerFit, _evaluate, run_evaluator
+from lockstep.parameter_server.worker_fit import WorkerFit
 from tests.parameter_server.test_task_dispatcher import ServedDispatcher
 
 

@@ -19,7 +19,7 @@ from keras.src.backend.common.stateless_scope import in_stateless_scope
 
 
 @dataclass(frozen=True)
-class VariableLayouts:
+class VariableSharder:
     """Where a strategy lays the variables of its models.
 
     Args:
@@ -44,7 +44,7 @@ class ShardedVariable(keras.Variable):
     :func:`lay_out` changes the class of an instance.
     """
 
-    _layouts: VariableLayouts
+    _sharder: VariableSharder
     _whole: np.ndarray | None = None  # the value while the chief saves a model, which it does alone
 
     @property
@@ -56,8 +56,8 @@ class ShardedVariable(keras.Variable):
         if self._whole is not None:
             return np.asarray(self._whole, dtype)
         if not self._layout.is_fully_replicated:
-            self._layouts.agree(f"the value of variable {self.path!r}, which all workers read together", None)
-        return np.asarray(self._layouts.gather(self.value, True), dtype)
+            self._sharder.agree(f"the value of variable {self.path!r}, which all workers read together", None)
+        return np.asarray(self._sharder.gather(self.value, True), dtype)
 
     def _direct_assign(self, value: Any) -> None:
         if isinstance(value, jax.core.Tracer):
@@ -67,8 +67,8 @@ class ShardedVariable(keras.Variable):
         if is_whole and not self._layout.is_fully_replicated:
             value = np.ascontiguousarray(value)
             what = f"the new value of variable {self.path!r}, which all workers set together"
-            self._layouts.agree(what, zlib.crc32(value.reshape(-1).view(np.uint8)))
-        self._value = self._layouts.put(value, self._layout)
+            self._sharder.agree(what, zlib.crc32(value.reshape(-1).view(np.uint8)))
+        self._value = self._sharder.put(value, self._layout)
 
 
 def has_layout(variable: keras.Variable) -> bool:
@@ -76,7 +76,7 @@ def has_layout(variable: keras.Variable) -> bool:
     return variable._layout is not None
 
 
-def lay_out(variable: keras.Variable, sharding: Sharding | None, layouts: VariableLayouts) -> None:
+def lay_out(variable: keras.Variable, sharding: Sharding | None, sharder: VariableSharder) -> None:
     """Give a variable a layout, and lay the value that it has over the devices; ``sharding`` None keeps the layout that it has."""
     sharding = sharding or variable._layout
     if sharding is None:
@@ -84,12 +84,12 @@ def lay_out(variable: keras.Variable, sharding: Sharding | None, layouts: Variab
     variable._layout = sharding
     if not sharding.is_fully_addressable:
         variable.__class__ = ShardedVariable
-        variable._layouts = layouts
+        variable._sharder = sharder
     if vars(variable).get("_value") is not None:
         variable._direct_assign(variable._value)
 
 
-def lay_out_uninitialized(variable: keras.Variable, initializer: Any, layouts: VariableLayouts) -> None:
+def lay_out_uninitialized(variable: keras.Variable, initializer: Any, sharder: VariableSharder) -> None:
     """Give a variable its layout before it gets its first value, if each device can make its shard by itself: Keras then does so.
 
     A value that depends on state that changes with each call, or of a function that may not be compiled, is made as a whole.
@@ -97,11 +97,11 @@ def lay_out_uninitialized(variable: keras.Variable, initializer: Any, layouts: V
     seed = getattr(initializer, "seed", None)
     if not isinstance(initializer, keras.initializers.Initializer) or isinstance(seed, keras.random.SeedGenerator):
         return
-    sharding = layouts.sharding_of(variable, tuple(variable.shape))
+    sharding = sharder.sharding_of(variable, tuple(variable.shape))
     if sharding is not None and not sharding.is_fully_addressable:
         what = f"the initializer of variable {variable.path!r}, of which each worker makes its shards"
-        layouts.agree(what, [type(initializer).__name__, str(seed)])
-    lay_out(variable, sharding, layouts)
+        sharder.agree(what, [type(initializer).__name__, str(seed)])
+    lay_out(variable, sharding, sharder)
 
 
 def set_from_host(variable: keras.Variable, value: np.ndarray) -> None:
@@ -127,15 +127,15 @@ def whole_values(variables: Iterable[keras.Variable], *, wanted: bool) -> Iterat
     sharded = [x for x in variables if isinstance(x, ShardedVariable) and not x._layout.is_fully_replicated]
     if sharded:
         paths = [variable.path for variable in sharded]
-        sharded[0]._layouts.agree("the values of the variables, which all workers gather to save a model", paths)
+        sharded[0]._sharder.agree("the values of the variables, which all workers gather to save a model", paths)
     try:
         for variable in sharded:
-            variable._whole = variable._layouts.gather(variable.value, wanted)
+            variable._whole = variable._sharder.gather(variable.value, wanted)
         try:
             yield
         finally:
             if sharded:
-                sharded[0]._layouts.agree("the end of saving a model", None)
+                sharded[0]._sharder.agree("the end of saving a model", None)
     finally:
         for variable in sharded:
             variable._whole = None

@@ -46,7 +46,7 @@ from lockstep._keras.patches import (
     patched,
     value_in_context,
 )
-from lockstep._keras.sharded_variable import VariableLayouts, lay_out, lay_out_uninitialized
+from lockstep._keras.sharded_variable import VariableSharder, lay_out, lay_out_uninitialized
 
 _SAVING = {"_batches_seen_since_last_saving": "count", "_last_batch_seen": "count", "_current_epoch": "count"}
 _MONITORING = {"best": "number", "min_delta": "number", "monitor_op": "function"}
@@ -136,7 +136,7 @@ _claims, _redirects = _SharedPatches(), _SharedPatches()
 
 @contextlib.contextmanager
 def claim_models(
-    current: Callable[[], Claim | None], current_layouts: Callable[[], VariableLayouts | None] = lambda: None
+    current: Callable[[], Claim | None], current_sharder: Callable[[], VariableSharder | None] = lambda: None
 ) -> Iterator[None]:
     """Claim each model that is made, compiled or used, and shard each variable that is made while such a context is open.
 
@@ -145,16 +145,16 @@ def claim_models(
     Args:
         current: returns what claims the models of the calling thread, or None if that thread has no scope open: it then
             uses plain Keras.
-        current_layouts: returns where new variables of the calling thread are laid, or None.
+        current_sharder: returns where new variables of the calling thread are laid, or None.
     """
-    with _claims.open(lambda patches: _patch_classes(patches, current, current_layouts)):
+    with _claims.open(lambda patches: _patch_classes(patches, current, current_sharder)):
         yield
 
 
 def _patch_classes(
     patches: contextlib.ExitStack,
     current: Callable[[], Claim | None],
-    current_layouts: Callable[[], VariableLayouts | None],
+    current_sharder: Callable[[], VariableSharder | None],
 ) -> None:
     trainer = next(cls for cls in keras.Model.__mro__ if "make_train_function" in vars(cls))
     base = next(cls for cls in keras.Model.__mro__ if "compile" in vars(cls))
@@ -162,8 +162,8 @@ def _patch_classes(
     claiming = [(owner, name, _claiming(vars(owner)[name], name, current)) for owner, name in changed]
     patches.enter_context(patched(CLAIM_MODELS, claiming))
     owner = next(cls for cls in keras.Variable.__mro__ if "_initialize" in vars(cls))
-    initialize = _laying_out(vars(owner)["_initialize"], current_layouts)
-    call = _laying_out_before(vars(owner)["_initialize_with_initializer"], current_layouts)
+    initialize = _laying_out(vars(owner)["_initialize"], current_sharder)
+    call = _laying_out_before(vars(owner)["_initialize_with_initializer"], current_sharder)
     laying_out = [(owner, "_initialize", initialize), (owner, "_initialize_with_initializer", call)]
     patches.enter_context(patched(SHARD_VARIABLES, laying_out))
     (add,) = OPTIMIZER_VARIABLES.attributes
@@ -210,29 +210,29 @@ def _claiming(original: Callable[..., Any], name: str, current: Callable[[], Cla
     return method
 
 
-def _laying_out(original: Callable[..., None], current: Callable[[], VariableLayouts | None]) -> Callable[..., None]:
+def _laying_out(original: Callable[..., None], current: Callable[[], VariableSharder | None]) -> Callable[..., None]:
     """Return a variable's ``_initialize`` which gives it a layout; Keras lays all later values over the devices by it."""
 
     @functools.wraps(original)
     def initialize(self: Any, value: Any) -> None:
-        layouts = current()
-        if layouts is not None:
-            lay_out(self, layouts.sharding_of(self, tuple(value.shape)), layouts)
+        sharder = current()
+        if sharder is not None:
+            lay_out(self, sharder.sharding_of(self, tuple(value.shape)), sharder)
         original(self, value)
 
     return initialize
 
 
 def _laying_out_before(
-    original: Callable[..., None], current: Callable[[], VariableLayouts | None]
+    original: Callable[..., None], current: Callable[[], VariableSharder | None]
 ) -> Callable[..., None]:
     """Return a variable's ``_initialize_with_initializer`` which gives it its layout first, if each device makes its shard."""
 
     @functools.wraps(original)
     def initialize(self: Any, initializer: Any) -> None:
-        layouts = current()
-        if layouts is not None and layouts.makes_shards:
-            lay_out_uninitialized(self, initializer, layouts)
+        sharder = current()
+        if sharder is not None and sharder.makes_shards:
+            lay_out_uninitialized(self, initializer, sharder)
         original(self, initializer)
 
     return initialize

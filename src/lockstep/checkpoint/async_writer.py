@@ -45,7 +45,7 @@ class BackgroundWriter:
 
     Example:
         >>> import tempfile
-        >>> from lockstep.checkpoint.format import Snapshot
+        >>> from lockstep.checkpoint.files import Snapshot
         >>> from lockstep.checkpoint.store import CheckpointStore
         >>> folder = tempfile.TemporaryDirectory()
         >>> with CheckpointStore(folder.name) as store, BackgroundWriter(store) as writer:

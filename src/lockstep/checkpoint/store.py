@@ -1,7 +1,7 @@
 """A directory of checkpoints: one writer, any number of readers, and the search for the newest good checkpoint.
 
-``format.write`` writes the files of one checkpoint. A checkpoint may be in shards, of which each process writes its own, into a directory
-that all processes have.
+``files.write`` writes the files of one checkpoint, and ``_atomic_files.publish`` makes their directory appear whole or not at all. A
+checkpoint may be in shards, of which each process writes its own, into a directory that all processes have.
 """
 
 import contextlib
@@ -26,8 +26,9 @@ from typing import Any
 from lockstep._atomic_files import make_directory, open_own, publish, remove, sweep
 from lockstep._errors import CheckpointError, OptionError, describe_error, file_path, whole_number
 from lockstep._logging import log_info
-from lockstep.checkpoint import format
-from lockstep.checkpoint.format import Loaded, Snapshot, checkpoints_in, free_name, is_leftover, step_of
+from lockstep.checkpoint import files
+from lockstep.checkpoint.files import Loaded, Snapshot, checkpoints_in, free_name, is_leftover, step_of
+from lockstep.checkpoint.manifest import signing_key
 from lockstep.checkpoint.shards import PART, ArrayShard, pack
 
 _UNSUPPORTED = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
@@ -171,7 +172,7 @@ class CheckpointStore:
         self._lock = WriterLock(self.directory / ".lock", log, clock)
         self._turn = threading.Lock()
         self._has_reported_newer = False
-        self._key = format.signing_key()
+        self._key = signing_key()
 
     def __enter__(self) -> "CheckpointStore":
         self.lock()
@@ -188,7 +189,7 @@ class CheckpointStore:
         """
         with self._writing("no lock can be taken"):
             if self._lock.is_exclusive:
-                self._log_errors(lambda: sweep(self.directory, format.is_part))
+                self._log_errors(lambda: sweep(self.directory, files.is_part))
 
     def close(self) -> None:
         """Release the lock, after a write of another thread has ended. The store can still be read."""
@@ -244,7 +245,7 @@ class CheckpointStore:
         """
         digests: list[str] = []
         try:
-            publish(self.directory, name, lambda path: digests.append(format.write(path, step, snapshot)))
+            publish(self.directory, name, lambda path: digests.append(files.write(path, step, snapshot)))
         except OSError as error:
             what = f"a part of the checkpoint of step {step} cannot be written"
             raise _failed(what, self.directory, error, snapshot.nbytes) from error
@@ -253,7 +254,7 @@ class CheckpointStore:
     def _fill(self, path: Path, step: int, snapshot: Snapshot, parts: Sequence[tuple[Path, str]]) -> None:
         for number, (part, _) in enumerate(parts):
             os.rename(part, path / f"{PART}{number}")
-        format.write(path, step, snapshot, self._key, [digest for _, digest in parts])
+        files.write(path, step, snapshot, self._key, [digest for _, digest in parts])
 
     def steps(self) -> list[int]:
         """The steps of all checkpoints, in order, without checking them."""
@@ -311,10 +312,10 @@ class CheckpointStore:
         Raises:
             CheckpointError: it is torn, truncated, damaged, foreign or of a newer version.
         """
-        return format.read(Path(path), self._key)
+        return files.read(Path(path), self._key)
 
     def _open(self, path: Path) -> Loaded:
-        loaded = format.open_stored(path, self._key)
+        loaded = files.open_stored(path, self._key)
         for name in loaded.arrays:
             loaded.arrays[name]  # an error if it is damaged
         return loaded
@@ -325,7 +326,7 @@ class CheckpointStore:
         Args:
             path: its directory, also outside this store.
         """
-        return format.verify(Path(path), self._key)
+        return files.verify(Path(path), self._key)
 
     @contextmanager
     def _writing(self, what: str, needed: int | None = None) -> Iterator[None]:

@@ -15,13 +15,13 @@ from lockstep.collectives.base import (
     all_reduce,
 )
 from lockstep.collectives.fixed_tree_sum import TreeAllReduce
-from lockstep.collectives.platform import AutoAllReduce, HalfPrecisionAllReduce, NcclAllReduce
 from lockstep.collectives.point_to_point import (
     HalvingDoublingAllReduce,
     HierarchicalCopyAllReduce,
     ReductionToOneDevice,
     RingAllReduce,
 )
+from lockstep.collectives.xla_all_reduce import AutoAllReduce, HalfPrecisionAllReduce, NcclAllReduce
 
 __all__ = [
     "ALGORITHMS",

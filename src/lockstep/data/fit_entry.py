@@ -306,7 +306,7 @@ class FitEntry:
         return KerasInput(
             source,
             self._placement.place_for_step if is_compiled else (lambda batch: batch),
-            self._depth(source, data, options["shuffle"], options["batch_size"]),
+            self._prefetch_depth(source, data, options["shuffle"], options["batch_size"]),
             steps and model.steps_per_execution * math.ceil(steps / model.steps_per_execution),
             report,
             on_first_batch,
@@ -316,7 +316,7 @@ class FitEntry:
     def _pending_of(self, generator: Any) -> Pending:
         return self._pending.setdefault(generator, deque())
 
-    def _depth(self, source: InputSource, data: Any, shuffle: bool | str, batch_size: int | None) -> int:
+    def _prefetch_depth(self, source: InputSource, data: Any, shuffle: bool | str, batch_size: int | None) -> int:
         """Return the number of batches to place ahead; ``data``, ``shuffle`` and ``batch_size`` are arguments of ``fit``."""
         if isinstance(source, AdapterSource) and source.is_arrays:
             # On a CPU the rows are in place already, and a thread only takes time from the step; a small batch is read in less time than

@@ -10,7 +10,6 @@ that it runs on. With too few threads two devices wait for each other forever (X
 """
 
 import ctypes
-import functools
 import os
 import platform
 import re
@@ -286,37 +285,3 @@ def _already_started_error(wanted: int, found: int) -> DeviceError:
 def usable_cores() -> int:
     """Return the number of cores that this process may use; on systems without that information, of all cores."""
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-
-
-# XLA's own routine for convolutions on CPUs is faster than that of YNNPACK, which jaxlib 0.10 takes for some of them: see
-# docs/decisions/0028. Products of matrices stay with the latter.
-_CPU_OPTIONS = {"xla_cpu_experimental_ynn_fusion_type": "-individual_convolution"}
-
-# XLA for CPUs would drop the barriers of recomputed layers and join what is computed twice, or compute it early: see docs/decisions/0058.
-_CPU_RECOMPUTE_OPTIONS = {
-    "xla_disable_hlo_passes": "cse_barrier_expander",
-    "xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED",
-}
-
-
-def compiler_options(platform: str, *, recomputes: bool = False) -> dict[str, str]:
-    """Return the compiler options of steps for ``jax.jit``; without those that this version of XLA does not know.
-
-    Args:
-        platform: platform of the devices, for example "cpu".
-        recomputes: whether layers are recomputed in the backward pass.
-    """
-    if platform != "cpu":
-        return {}
-    options = _CPU_OPTIONS | (_CPU_RECOMPUTE_OPTIONS if recomputes else {})
-    return {name: value for name, value in options.items() if _is_known(name, value)}
-
-
-@functools.cache
-def _is_known(name: str, value: str) -> bool:
-    number = jax.device_put(1.0, jax.local_devices(backend="cpu")[0])
-    try:
-        jax.jit(lambda x: x, compiler_options={name: value}).lower(number).compile()
-    except (jax.errors.JaxRuntimeError, TypeError):
-        return False
-    return True

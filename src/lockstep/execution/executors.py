@@ -24,8 +24,9 @@ from lockstep._keras.graph import copy_keras_mask, recompute_layers
 from lockstep._keras.patches import LAYER_CALL, patched_method
 from lockstep.collectives import AutoAllReduce, CrossDeviceOps
 from lockstep.devices.batch_split import BatchLayout, rows_of_replicas
-from lockstep.devices.cpu_devices import compiler_options, usable_cores
+from lockstep.devices.cpu_devices import usable_cores
 from lockstep.devices.placement import MeshPlacement, PlacedRows, Placement, join_rows, local_values
+from lockstep.devices.xla_flags import compiler_options
 from lockstep.execution.call_splitter import (
     CallTrace,
     CannotSplitError,

@@ -22,10 +22,10 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from lockstep.collectives import CrossDeviceOps
-from lockstep.collectives.platform import platform_sum_bucketed
+from lockstep.collectives.xla_all_reduce import platform_sum_bucketed
 from lockstep.devices.batch_split import BatchLayout
-from lockstep.devices.cpu_devices import compiler_options
 from lockstep.devices.placement import DEVICE_AXIS, REPLICATE_BELOW, Placement, drop_padding
+from lockstep.devices.xla_flags import compiler_options
 from lockstep.execution.jaxpr_utils import is_inexact
 from lockstep.execution.replica import ReplicaCall, ReplicaResult, StateMerge, join_halves, run_replicas
 from lockstep.execution.variable_shards import Axes, gathered, shard_spec

@@ -20,7 +20,7 @@ from lockstep.execution.nonfinite_gate import GatedStep
 from lockstep.execution.step_functions import StepFunctions
 from lockstep.execution.step_loop import StepHook
 from lockstep.fit.checkpointing.model_state import KINDS, variables_of
-from lockstep.fit.hooks import FitContext, single_callback
+from lockstep.fit.fit_hooks import FitContext, single_callback
 from lockstep.fit.nan_diagnosis import Diagnosis, describe_nonfinite, diagnose
 
 ACTIONS = ("stop", "rollback", "skip")
@@ -118,7 +118,7 @@ class NanGuardHook:
     """
 
     def around_fit(self, context: FitContext) -> AbstractContextManager[None]:
-        """See :class:`lockstep.fit.hooks.FitHook`."""
+        """See :class:`lockstep.fit.fit_hooks.FitHook`."""
         guard = single_callback(context.callbacks, NanGuard)
         return _guarded(guard, context) if guard else nullcontext()
 

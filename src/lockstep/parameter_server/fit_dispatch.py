@@ -23,9 +23,10 @@ from lockstep.distributed.control.transport import as_text
 from lockstep.fit.checkpointing.backup_and_restore import BackupAndRestore
 from lockstep.fit.checkpointing.model_state import named_variables
 from lockstep.fit.checkpointing.preemption import Preemption
-from lockstep.fit.hooks import single_callback
+from lockstep.fit.fit_hooks import single_callback
 from lockstep.parameter_server import function_scheduler_base
 from lockstep.parameter_server.chief_fit import READY, ChiefFit, StalenessMetrics
+from lockstep.parameter_server.evaluator import run_evaluator
 from lockstep.parameter_server.function_schedulers import ChiefScheduler, WorkerScheduler
 from lockstep.parameter_server.gradient_step import as_json
 from lockstep.parameter_server.process_role import ProcessContext
@@ -33,7 +34,7 @@ from lockstep.parameter_server.sharding import ShardingPlan
 from lockstep.parameter_server.task_client import CallEnded, CallResult, TaskClient
 from lockstep.parameter_server.task_dispatcher import TaskDispatcher
 from lockstep.parameter_server.variable_client import VariableClient
-from lockstep.parameter_server.worker_fit import WorkerFit, run_evaluator
+from lockstep.parameter_server.worker_fit import WorkerFit
 
 _HOOKS = "hooks of the data"
 

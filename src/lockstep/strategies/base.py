@@ -15,13 +15,13 @@ from lockstep._errors import ModelError, ScopeError, file_path
 from lockstep._keras import trainer
 from lockstep._keras.graph import global_batch_reason, unsynchronized_normalizations
 from lockstep._keras.patches import value_in_context
-from lockstep._keras.sharded_variable import VariableLayouts, lay_out
+from lockstep._keras.sharded_variable import VariableSharder, lay_out
 from lockstep._logging import counted, log_info
 from lockstep.custom_loops.replica_context import ReplicaModels, open_scopes
 from lockstep.data.fit_entry import FitEntry, ProcessGroup
-from lockstep.devices.determinism_flags import describe_determinism
 from lockstep.devices.names import is_described, listed_devices
 from lockstep.devices.placement import MeshPlacement, Placement, gather_on_host
+from lockstep.devices.xla_flags import describe_determinism
 from lockstep.doctor.checks import FitChecks
 from lockstep.execution.executors import DeterministicExecutor, Executor, SpmdExecutor
 from lockstep.execution.step_functions import StepFunctions, in_step
@@ -30,7 +30,7 @@ from lockstep.execution.variable_shards import ModelLayout, layout_notes, layout
 from lockstep.fit.checkpointing.checkpoint_hook import CheckpointHook
 from lockstep.fit.checkpointing.loop_checkpoint import Checkpoint
 from lockstep.fit.checkpointing.save_frequency import SaveFrequency
-from lockstep.fit.hooks import CallbackHooks, FitContext, FitHook, entered
+from lockstep.fit.fit_hooks import CallbackHooks, FitContext, FitHook, entered
 from lockstep.fit.monitoring.monitor_hook import MonitorHook
 from lockstep.fit.nan_guard import NanGuardHook
 from lockstep.strategies.diagnostics import Diagnostics
@@ -81,7 +81,7 @@ def strategy_scope(strategy: Any) -> Iterator[Any]:
     _traced.set((*_traced.get(), traced))
     open_scopes.set((*open_scopes.get(), strategy))
     try:
-        with trainer.claim_models(_current_claim, _current_layouts):
+        with trainer.claim_models(_current_claim, _current_sharder):
             yield strategy
     finally:
         scopes = list(open_scopes.get())
@@ -135,12 +135,12 @@ def _current_claim() -> trainer.Claim | None:
     return strategy._claim if strategy and not scopes_disabled() else None
 
 
-def _current_layouts() -> VariableLayouts | None:
+def _current_sharder() -> VariableSharder | None:
     strategy = _built_for.get() or _innermost()
     if strategy is None or scopes_disabled():
         return None
     is_sharded = strategy._shards_variables or (strategy._shard == "optimizer" and trainer.is_in_optimizer())
-    return strategy._layouts if is_sharded else None
+    return strategy._sharder if is_sharded else None
 
 
 _FUNCTIONS = "_lockstep_functions"
@@ -315,7 +315,7 @@ class Strategy(Diagnostics):
         return layout_of(model, self._placement, self._shard, self._recompute, deterministic=self._deterministic)
 
     @cached_property
-    def _layouts(self) -> VariableLayouts | None:
+    def _sharder(self) -> VariableSharder | None:
         """Where sharded variables are laid; None: where plain Keras lays them."""
         placement = self._placement
         if not (self._shard or self._shards_variables) or is_described(placement.first_local_device):
@@ -323,7 +323,7 @@ class Strategy(Diagnostics):
         # Without a mesh, a step has the whole of each variable on a device, too.
         makes_shards = isinstance(placement, MeshPlacement)
         agree = self._process_group.agree
-        return VariableLayouts(self._sharding_at_creation, placement.put, gather_on_host, agree, makes_shards)
+        return VariableSharder(self._sharding_at_creation, placement.put, gather_on_host, agree, makes_shards)
 
     def _sharding_at_creation(self, variable: keras.Variable, shape: tuple[int, ...]) -> NamedSharding | None:
         """Return where the first value of a variable is laid; None: where it is already."""
@@ -333,18 +333,18 @@ class Strategy(Diagnostics):
     @contextmanager
     def _build_context(self, model: keras.Model) -> Iterator[None]:
         """Lay variables over the devices that Keras makes for a model while this context is open, and those that its optimizer has."""
-        if self._layouts is None:
+        if self._sharder is None:
             with in_step():
                 yield
             return
-        with value_in_context(_built_for, self), trainer.claim_models(_current_claim, _current_layouts), in_step():
+        with value_in_context(_built_for, self), trainer.claim_models(_current_claim, _current_sharder), in_step():
             yield
         optimizer = getattr(model, "optimizer", None)
         for variable in optimizer.variables if optimizer else ():  # Some may be older than the scope.
-            lay_out(variable, self._layouts.sharding_of(variable, tuple(variable.shape)), self._layouts)
+            lay_out(variable, self._sharder.sharding_of(variable, tuple(variable.shape)), self._sharder)
         if self._shard == "optimizer":
             for variable in model.variables:  # They get averages from the optimizer, which are sharded.
-                lay_out(variable, self._placement.replicated, self._layouts)
+                lay_out(variable, self._placement.replicated, self._sharder)
 
     def _executor_of(self, model: keras.Model) -> Executor | None:
         """Return what runs the steps of a model; None before it is this strategy's."""

@@ -10,11 +10,11 @@ from lockstep._errors import OptionError
 from lockstep._keras.graph import layers_of
 from lockstep.collectives import Ops
 from lockstep.data.fit_entry import InputOptions
-from lockstep.devices.determinism_flags import is_deterministic
 from lockstep.devices.names import device_name, resolve_with_parameter_device
 from lockstep.devices.placement import Placement
+from lockstep.devices.xla_flags import is_deterministic
 from lockstep.execution.executors import CentralExecutor, Executor
-from lockstep.fit.hooks import FitContext
+from lockstep.fit.fit_hooks import FitContext
 from lockstep.strategies.base import Strategy
 from lockstep.strategies.setup import one_axis_placement, overridden_devices, prepare_process
 
@@ -27,7 +27,7 @@ class _OptimizerBuilder:
 
     @contextlib.contextmanager
     def around_fit(self, context: FitContext) -> Iterator[None]:
-        """See :class:`lockstep.fit.hooks.FitHook`."""
+        """See :class:`lockstep.fit.fit_hooks.FitHook`."""
         model, optimizer = context.model, context.model.optimizer
         is_built = model.built and all(layer.built for layer in layers_of(model))  # build(shape) may leave out layers.
         if is_built and optimizer is not None and not optimizer.built:

@@ -14,9 +14,9 @@ from lockstep._errors import ModelError, OptionError, check_depth, shown
 from lockstep._keras.sharded_variable import has_layout, lay_out
 from lockstep.collectives import CommunicationOptions, Ops
 from lockstep.data.fit_entry import InputOptions
-from lockstep.devices.determinism_flags import fix_order_on_gpus, is_deterministic
 from lockstep.devices.names import listed_devices
 from lockstep.devices.placement import MeshPlacement, Placement
+from lockstep.devices.xla_flags import fix_order_on_gpus, is_deterministic
 from lockstep.distributed.resolvers import ClusterResolver
 from lockstep.doctor.base import RuntimeSettings
 from lockstep.execution.executors import Executor, ModelParallelExecutor, SpmdExecutor
@@ -172,11 +172,11 @@ class ModelParallelStrategy(WorkerStrategy):
         """Resolve where the variables lie, and lay them there."""
         shardings = self._shardings_of(model)
         shardings.resolve(x)
-        if self._layouts is None:
+        if self._sharder is None:
             return
         for variable, sharding in shardings.all():
             if has_layout(variable) or not sharding.is_fully_replicated:
-                lay_out(variable, sharding, self._layouts)
+                lay_out(variable, sharding, self._sharder)
 
     def _sharding_at_creation(self, variable: keras.Variable, shape: tuple[int, ...]) -> NamedSharding | None:
         return self._options.sharding_at_creation(variable, shape)

@@ -14,15 +14,15 @@ from lockstep._keras import trainer
 from lockstep._logging import counted, log_info
 from lockstep.data.fit_entry import InputOptions, check_input_options
 from lockstep.data.random_state import capture_random_state, restore_random_state
-from lockstep.devices.determinism_flags import is_deterministic
 from lockstep.devices.names import resolve_devices
+from lockstep.devices.xla_flags import is_deterministic
 from lockstep.distributed.cluster.env_reader import NetworkOptions, restarts_of
 from lockstep.distributed.control.termination import ExitGuard
 from lockstep.distributed.process_group import describe_process, disable_saving
 from lockstep.distributed.resolvers import ClusterResolver, check_resolver, resolve
 from lockstep.execution.nonfinite_gate import GatedStep
 from lockstep.execution.step_loop import StepHook
-from lockstep.fit.hooks import FitContext, single_callback
+from lockstep.fit.fit_hooks import FitContext, single_callback
 from lockstep.fit.nan_guard import NanGuard
 from lockstep.parameter_server.cluster_coordinator import SchedulingStrategy
 from lockstep.parameter_server.fit_dispatch import ChiefFitDispatch, WorkerFitDispatch
@@ -71,7 +71,7 @@ class _NanGuardRefusal:
     """Fit hook that refuses a NanGuard."""
 
     def around_fit(self, context: FitContext) -> contextlib.AbstractContextManager[None]:
-        """See :class:`lockstep.fit.hooks.FitHook`."""
+        """See :class:`lockstep.fit.fit_hooks.FitHook`."""
         if single_callback(context.callbacks, NanGuard):
             raise OptionError(
                 "NanGuard checks each update before it is made, and with ParameterServerStrategy servers make the updates. Fix: use "

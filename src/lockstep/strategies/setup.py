@@ -13,9 +13,9 @@ from lockstep._keras.patches import value_in_context
 from lockstep.collectives import AutoAllReduce, CrossDeviceOps, Ops, TreeAllReduce, ops_from_argument
 from lockstep.data.fit_entry import InputOptions, check_input_options
 from lockstep.devices.cpu_devices import ensure_cpu_devices, has_started, keep_memory
-from lockstep.devices.determinism_flags import is_deterministic, prepare_determinism
 from lockstep.devices.names import platform_of, resolve_devices
 from lockstep.devices.placement import Placement, placement_on
+from lockstep.devices.xla_flags import is_deterministic, prepare_determinism
 from lockstep.execution.variable_shards import Recompute, Shard
 
 MAX_REPLICAS = 65_536  # far above all batches; the parts of each replica are objects of this process

@@ -17,7 +17,7 @@ from lockstep._errors import OptionError, ScopeError, one_of, whole_number
 from lockstep._keras import trainer
 from lockstep._logging import log_info
 from lockstep.data.keras_adapter import KerasInput
-from lockstep.fit.hooks import FitContext
+from lockstep.fit.fit_hooks import FitContext
 from lockstep.strategies.parameter_server import ParameterServerStrategy
 
 # Functions of the ratio of the batch sizes.
@@ -108,7 +108,7 @@ class LearningRateScaling(keras.callbacks.Callback):
 
     @contextmanager
     def around_fit(self, context: FitContext) -> Iterator[None]:
-        """Keep the input of the call, which has the global batch; see :class:`lockstep.fit.hooks.FitHook`."""
+        """Keep the input of the call, which has the global batch; see :class:`lockstep.fit.fit_hooks.FitHook`."""
         self.data = context.data
         try:
             yield

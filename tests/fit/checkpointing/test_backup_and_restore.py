@@ -14,7 +14,7 @@ import pytest
 import lockstep
 from lockstep._version import used_versions
 from lockstep.callbacks import BackupAndRestore
-from lockstep.checkpoint.format import StoredArrays
+from lockstep.checkpoint.files import StoredArrays
 from lockstep.checkpoint.store import CheckpointStore
 from lockstep.fit.checkpointing import model_state
 from lockstep.fit.checkpointing.fit_checkpoint import ResumedRun

@@ -11,7 +11,7 @@ import pytest
 
 import lockstep
 from lockstep.checkpoint.async_writer import BackgroundWriter
-from lockstep.checkpoint.format import Snapshot
+from lockstep.checkpoint.files import Snapshot
 from lockstep.checkpoint.store import CheckpointStore
 from lockstep.data.fit_entry import ProcessGroup
 from lockstep.fit.checkpointing.preemption import exit_after_checkpoint

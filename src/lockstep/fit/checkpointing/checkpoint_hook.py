@@ -12,7 +12,7 @@ from lockstep.fit.checkpointing.backup_and_restore import BackupAndRestore
 from lockstep.fit.checkpointing.fit_checkpoint import FitCheckpoint, ResumedRun, on_all_processes
 from lockstep.fit.checkpointing.model_state import MetadataCheck
 from lockstep.fit.checkpointing.preemption import Preemption
-from lockstep.fit.hooks import FitContext, single_callback
+from lockstep.fit.fit_hooks import FitContext, single_callback
 
 
 class CheckpointHook:
@@ -25,7 +25,7 @@ class CheckpointHook:
     """
 
     def around_fit(self, context: FitContext) -> AbstractContextManager[None]:
-        """See :class:`lockstep.fit.hooks.FitHook`."""
+        """See :class:`lockstep.fit.fit_hooks.FitHook`."""
         backup = single_callback(context.callbacks, BackupAndRestore)
         return _checkpointed(backup, context) if backup else nullcontext()
 

@@ -18,7 +18,7 @@ import numpy as np
 from lockstep._errors import CheckpointError, InputError
 from lockstep._version import used_versions
 from lockstep.checkpoint.async_writer import BackgroundWriter
-from lockstep.checkpoint.format import Loaded, Snapshot, open_stored
+from lockstep.checkpoint.files import Loaded, Snapshot, open_stored
 from lockstep.checkpoint.store import CheckpointStore, ShardedSnapshot, ShardedStore, shared_token
 from lockstep.data.fit_entry import ProcessGroup
 from lockstep.data.keras_adapter import KerasInput

@@ -10,7 +10,7 @@ import numpy as np
 from lockstep._errors import CheckpointError
 from lockstep._version import used_versions
 from lockstep.checkpoint.async_writer import BackgroundWriter
-from lockstep.checkpoint.format import Snapshot
+from lockstep.checkpoint.files import Snapshot
 from lockstep.checkpoint.store import CheckpointStore
 from lockstep.data.fit_entry import ProcessGroup
 from lockstep.data.random_state import capture_random_state, restore_random_state

@@ -24,13 +24,13 @@ import keras
 from lockstep._atomic_files import replace_file
 from lockstep._errors import summary_of
 from lockstep._keras.trainer import steps_done
-from lockstep.checkpoint.format import STATUS
+from lockstep.checkpoint.files import STATUS
 from lockstep.data.fit_entry import ProcessGroup, callbacks_in
 from lockstep.data.prefetch import WaitMeter
 from lockstep.distributed.control.failure_detector import WorkerStatus
 from lockstep.execution.step_loop import StepHook
 from lockstep.fit.checkpointing.backup_and_restore import BackupAndRestore
-from lockstep.fit.hooks import FitContext, single_callback
+from lockstep.fit.fit_hooks import FitContext, single_callback
 from lockstep.fit.monitoring.step_timer import (
     Attachment,
     FitProgress,
@@ -195,7 +195,7 @@ class MonitorHook:
         self._compiled: WeakKeyDictionary[Any, dict[Any, int]] = WeakKeyDictionary()  # by training function
 
     def around_fit(self, context: FitContext) -> AbstractContextManager[None]:
-        """See :class:`lockstep.fit.hooks.FitHook`."""
+        """See :class:`lockstep.fit.fit_hooks.FitHook`."""
         monitors = [callback for callback in context.callbacks if isinstance(callback, MonitorCallback)]
         folders = _status_folders(monitors, single_callback(context.callbacks, BackupAndRestore))
         if context.process_group.process:

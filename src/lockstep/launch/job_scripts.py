@@ -579,7 +579,7 @@ def _escaped(word: str) -> str:
     return word.replace("$", "$$")
 
 
-PRINTERS: Mapping[str, Callable[[LaunchConfig], str]] = {
+JOB_SCRIPTS: Mapping[str, Callable[[LaunchConfig], str]] = {
     "slurm": slurm_script,
     "kubernetes": kubernetes_manifest,
     "jobset": jobset_manifest,

@@ -17,8 +17,8 @@ from lockstep import cli
 from lockstep._errors import OptionError
 from lockstep.cluster_resolver import KubernetesClusterResolver
 from lockstep.distributed.cluster.env_reader import SECRET, SECRET_FILE
+from lockstep.launch.job_scripts import JOB_SCRIPTS
 from lockstep.launch.launch_config import LaunchConfig
-from lockstep.launch.templates import PRINTERS
 from tests.launch.block_yaml import documents
 from tests.launch.launching import environment, program, run
 from tests.support.processes import own_host
@@ -30,19 +30,19 @@ def job(path="train.py", **options):
     return LaunchConfig((str(path), *WORDS), **{"workers": 2, "nodes": 2, "max_restarts": 1} | options)
 
 
-@pytest.mark.parametrize("name", PRINTERS)
+@pytest.mark.parametrize("name", JOB_SCRIPTS)
 def test_the_command_prints_and_runs_nothing(name, capsys):
     assert (
         cli.main(["run", "--print", name, "-n", "2", "--nnodes", "2", "--max-restarts", "1", "train.py", *WORDS]) == 0
     )
-    assert capsys.readouterr().out == PRINTERS[name](job())
+    assert capsys.readouterr().out == JOB_SCRIPTS[name](job())
 
 
 @pytest.mark.parametrize("name", ["slurm", "torchrun"])
 @pytest.mark.parametrize("options", [{}, {"is_module": True}, {"nodes": 1, "coordinator": "h:5"}, {"min_nodes": 1}])
 def test_shell_scripts_are_shell_scripts(name, options):
     done = subprocess.run(
-        ["bash", "-n"], input=PRINTERS[name](job(**options)), capture_output=True, text=True, timeout=20
+        ["bash", "-n"], input=JOB_SCRIPTS[name](job(**options)), capture_output=True, text=True, timeout=20
     )
     assert (done.returncode, done.stderr) == (0, "")
 
@@ -88,7 +88,7 @@ def test_the_slurm_script_gives_all_nodes_a_secret_that_only_its_user_can_read(s
     body = f"path = Path(os.environ['{SECRET_FILE}'])\nprint(oct(path.stat().st_mode), path.name, path.read_text())"
     secrets = set()
     for _ in range(2):
-        done = slurm(PRINTERS["slurm"](job(program(tmp_path, body), workers=1)))
+        done = slurm(JOB_SCRIPTS["slurm"](job(program(tmp_path, body), workers=1)))
         assert done.returncode == 0, done.stderr
         seen = {line.split("] ", 1)[1] for line in done.stdout.splitlines()}
         assert len(seen) == 1
@@ -101,7 +101,7 @@ def test_the_slurm_script_gives_all_nodes_a_secret_that_only_its_user_can_read(s
 
 def test_the_slurm_script_runs_the_program_on_each_node(slurm, tmp_path):
     path = program(tmp_path, "print(json.dumps([os.environ['TF_CONFIG'], sys.argv[1:]]))")
-    done = slurm(PRINTERS["slurm"](job(path)))
+    done = slurm(JOB_SCRIPTS["slurm"](job(path)))
     assert done.returncode == 0, done.stderr
     seen = dict(line.removeprefix("[worker ").split("] ", 1) for line in done.stdout.splitlines())
     hosts = [f"{host}:{port}" for host in ("127.0.0.1", "localhost") for port in (12421, 12422)]
@@ -115,7 +115,7 @@ def test_the_slurm_script_runs_the_program_on_each_node(slurm, tmp_path):
 
 @pytest.mark.parametrize(("code", "is_queued"), [(75, True), (13, False)])
 def test_a_slurm_job_whose_workers_ask_for_it_is_queued_again(slurm, tmp_path, code, is_queued):
-    done = slurm(PRINTERS["slurm"](job(program(tmp_path, f"sys.exit({code})"), max_restarts=0)))
+    done = slurm(JOB_SCRIPTS["slurm"](job(program(tmp_path, f"sys.exit({code})"), max_restarts=0)))
     assert done.returncode == code
     assert (tmp_path / "queued").exists() == is_queued
 
@@ -128,27 +128,27 @@ def test_a_slurm_job_that_may_go_on_with_fewer_nodes_ends_with_the_code_of_node_
     body += "if rank == 1: os.kill(int(supervisor), signal.SIGKILL)\n"
     body += "if os.environ['WORLD_SIZE'] == '2': time.sleep(100)\n"
     path = program(tmp_path, body + f"print('alone'); sys.exit({code})")
-    done = slurm(PRINTERS["slurm"](job(path, workers=1, min_nodes=1, nodes=3, join_seconds=3)))
+    done = slurm(JOB_SCRIPTS["slurm"](job(path, workers=1, min_nodes=1, nodes=3, join_seconds=3)))
     assert (done.returncode, done.stdout) == (code, "[worker 0] alone\n"), done.stderr
 
 
 def test_engines_that_start_all_nodes_at_once_need_one_number_of_nodes():
     with pytest.raises(OptionError, match=r"--print ray: Ray allocates all nodes of a placement group or none.*1:2"):
-        PRINTERS["ray"](job(min_nodes=1))
+        JOB_SCRIPTS["ray"](job(min_nodes=1))
     with pytest.raises(OptionError, match=r"--print jobset: a JobSet starts all of its pods anew.*1:2\. Fix: give one"):
-        PRINTERS["jobset"](job(min_nodes=1))
+        JOB_SCRIPTS["jobset"](job(min_nodes=1))
     with pytest.raises(OptionError, match=r"--print trainjob: the JobSet of a TrainJob starts all of its pods anew"):
-        PRINTERS["trainjob"](job(min_nodes=1))
+        JOB_SCRIPTS["trainjob"](job(min_nodes=1))
     with pytest.raises(OptionError, match=r"--print skypilot: SkyPilot allocates all nodes .*1:2\. Fix: give one"):
-        PRINTERS["skypilot"](job(min_nodes=1))
+        JOB_SCRIPTS["skypilot"](job(min_nodes=1))
 
 
 def test_kubernetes_and_torchrun_are_told_that_there_may_be_fewer_nodes():
-    _, batch = documents(PRINTERS["kubernetes"](job(min_nodes=1)))
+    _, batch = documents(JOB_SCRIPTS["kubernetes"](job(min_nodes=1)))
     assert batch["spec"]["successPolicy"] == {"rules": [{"succeededIndexes": "0"}]}
     words = batch["spec"]["template"]["spec"]["containers"][0]["command"]
     assert words[words.index("--nnodes") + 1] == "1:2"
-    _, secret, command = PRINTERS["torchrun"](job(min_nodes=1, coordinator="a:5")).splitlines()
+    _, secret, command = JOB_SCRIPTS["torchrun"](job(min_nodes=1, coordinator="a:5")).splitlines()
     assert secret.startswith('export LOCKSTEP_SECRET_FILE="${LOCKSTEP_SECRET_FILE:?')
     words = shlex.split(command)
     assert words[:5] == ["torchrun", "--nnodes=1:2", "--nproc-per-node=2", "--rdzv-backend=c10d", "--rdzv-id=train"]
@@ -156,7 +156,9 @@ def test_kubernetes_and_torchrun_are_told_that_there_may_be_fewer_nodes():
 
 
 def test_the_slurm_script_asks_slurm_for_what_is_needed():
-    asked = [line.split(maxsplit=1)[1] for line in PRINTERS["slurm"](job()).splitlines() if line.startswith("#SBATCH")]
+    asked = [
+        line.split(maxsplit=1)[1] for line in JOB_SCRIPTS["slurm"](job()).splitlines() if line.startswith("#SBATCH")
+    ]
     for option in ("--nodes=2", "--ntasks-per-node=1", "--signal=USR1@120", "--requeue", "--job-name=train"):
         assert option in asked
     assert signal.SIGUSR1.name == "SIGUSR1"
@@ -164,7 +166,7 @@ def test_the_slurm_script_asks_slurm_for_what_is_needed():
 
 @pytest.mark.parametrize("options", [{}, {"is_module": True, "max_restarts": 0}, {"hosts": ("x:7", "y")}])
 def test_the_kubernetes_manifest_says_what_kubernetes_needs(options):
-    service, batch = documents(PRINTERS["kubernetes"](job(**options)))
+    service, batch = documents(JOB_SCRIPTS["kubernetes"](job(**options)))
     port = 7 if "hosts" in options else 12421
     assert (service["apiVersion"], service["kind"], batch["apiVersion"], batch["kind"]) == (
         "v1",
@@ -208,7 +210,7 @@ def assert_codes(spec, container):
 
 def job_in(name, **options):
     """The last document of a manifest, and the specification of its Indexed Job."""
-    *_, first, document = [None, *documents(PRINTERS[name](job(**options)))]
+    *_, first, document = [None, *documents(JOB_SCRIPTS[name](job(**options)))]
     if name == "kubernetes":
         return document, document["spec"]
     jobset = first["spec"]["template"]["spec"] if name == "trainjob" else document["spec"]
@@ -254,7 +256,7 @@ def test_pods_of_a_jobset_have_the_names_that_the_resolver_knows():
 
 
 def test_the_trainjob_manifest_says_what_kubeflow_trainer_needs():
-    runtime, trainjob = documents(PRINTERS["trainjob"](job(max_restarts=3)))
+    runtime, trainjob = documents(JOB_SCRIPTS["trainjob"](job(max_restarts=3)))
     assert {each["apiVersion"] for each in (runtime, trainjob)} == {"trainer.kubeflow.org/v1alpha1"}
     assert (runtime["kind"], trainjob["kind"]) == ("TrainingRuntime", "TrainJob")
     assert runtime["spec"]["mlPolicy"] == {"numNodes": 2, "jax": {}}
@@ -291,7 +293,7 @@ IMAGE = "registry#team/image:1"
 @pytest.mark.parametrize("mounts", [None, "/data:/data:ro,/a b:/c"])
 def test_the_slurm_script_starts_the_supervisors_in_a_container(slurm, tmp_path, mounts):
     path = program(tmp_path, "print(os.environ['LOCKSTEP_SECRET_FILE'])")
-    done = slurm(PRINTERS["slurm"](job(path, workers=1, container_image=IMAGE, container_mounts=mounts)))
+    done = slurm(JOB_SCRIPTS["slurm"](job(path, workers=1, container_image=IMAGE, container_mounts=mounts)))
     assert done.returncode == 0, done.stderr
     here, secret = os.getcwd(), tmp_path / ".lockstep-secret-7"
     flags = (tmp_path / "flags").read_text().splitlines()[:4]
@@ -304,7 +306,7 @@ def test_the_slurm_script_starts_the_supervisors_in_a_container(slurm, tmp_path,
 
 
 def test_an_elastic_slurm_job_in_a_container_has_its_result_where_the_container_sees_it():
-    text = PRINTERS["slurm"](job(min_nodes=1, container_image=IMAGE))
+    text = JOB_SCRIPTS["slurm"](job(min_nodes=1, container_image=IMAGE))
     assert 'result=$(mktemp -p "$PWD") && export result' in text
     assert 'srun "${container[@]}" --no-kill' in text
     assert "{" + "f" not in text
@@ -313,8 +315,8 @@ def test_an_elastic_slurm_job_in_a_container_has_its_result_where_the_container_
 
 def test_other_scripts_name_the_image():
     for name in YAML:
-        assert f'image: "{IMAGE}"' in PRINTERS[name](job(container_image=IMAGE))
-    assert f'image_id: "docker:{IMAGE}"' in PRINTERS["skypilot"](job(container_image=IMAGE))
+        assert f'image: "{IMAGE}"' in JOB_SCRIPTS[name](job(container_image=IMAGE))
+    assert f'image_id: "docker:{IMAGE}"' in JOB_SCRIPTS["skypilot"](job(container_image=IMAGE))
 
 
 @pytest.mark.parametrize(
@@ -336,7 +338,7 @@ def test_a_container_needs_a_script_that_starts_one(options, message, capsys):
 
 def test_the_skypilot_task_runs_the_program_on_each_node(tmp_path):
     path = program(tmp_path, "print(json.dumps([os.environ['TF_CONFIG'], sys.argv[1:]]))")
-    text = PRINTERS["skypilot"](job(path, max_restarts=3))
+    text = JOB_SCRIPTS["skypilot"](job(path, max_restarts=3))
     head, script = text.split("\nrun: |\n")
     for line in ("num_nodes: 2", "    max_restarts_on_errors: 3", "    recover_on_exit_codes: [75]"):
         assert line in "\n".join(line.partition("  #")[0].rstrip() for line in head.splitlines())
@@ -366,7 +368,7 @@ def test_the_skypilot_task_runs_the_program_on_each_node(tmp_path):
 
 
 def test_torchrun_gets_a_command_for_each_node():
-    text = PRINTERS["torchrun"](job(nodes=2, hosts=("a", "b"), is_module=True))
+    text = JOB_SCRIPTS["torchrun"](job(nodes=2, hosts=("a", "b"), is_module=True))
     commands = [shlex.split(line) for line in text.splitlines() if line.startswith("torchrun")]
     assert len(commands) == 2
     for node, words in enumerate(commands):
@@ -384,14 +386,14 @@ def test_torchrun_refuses_what_it_does_not_have(words, capsys):
 
 def test_torchrun_writes_logs_where_lockstep_run_would(tmp_path):
     for options, flag in (({}, "--redirects=3"), ({"tee": True}, "--tee=3")):
-        words = shlex.split(PRINTERS["torchrun"](job(nodes=1, log_dir=tmp_path, **options)))
+        words = shlex.split(JOB_SCRIPTS["torchrun"](job(nodes=1, log_dir=tmp_path, **options)))
         assert words[words.index(f"--log-dir={tmp_path}") + 1] == flag
 
 
 def test_torchrun_commands_stop_where_nobody_has_said_where_worker_0_is():
     for variables, missing in (({}, "a file with the secret"), ({SECRET_FILE: "secret"}, "the host of node 0")):
         done = subprocess.run(
-            ["bash", "-c", PRINTERS["torchrun"](job())],
+            ["bash", "-c", JOB_SCRIPTS["torchrun"](job())],
             capture_output=True,
             text=True,
             timeout=20,
@@ -402,7 +404,7 @@ def test_torchrun_commands_stop_where_nobody_has_said_where_worker_0_is():
 
 
 def test_the_ray_script_is_python():
-    tree = ast.parse(PRINTERS["ray"](job()))
+    tree = ast.parse(JOB_SCRIPTS["ray"](job()))
     names = {node.targets[0].id: node.value for node in tree.body if isinstance(node, ast.Assign)}
     assert [ast.literal_eval(names[name]) for name in ("NODES", "WORKERS", "PORT")] == [2, 2, 12421]
     assert ast.literal_eval(names["PROGRAM"]) == ["--", "train.py", *WORDS]
@@ -415,7 +417,7 @@ def test_the_ray_script_runs_a_job_of_two_workers(tmp_path, code):
         f"write(f'{{rank}}', json.dumps([os.environ['TF_CONFIG'], sys.argv[1:]]))\nif rank and {code}: raise ValueError"
     )
     path = program(tmp_path, body + "\nwait_for(lambda: is_there('0') and is_there('1'))")
-    (tmp_path / "submit.py").write_text(PRINTERS["ray"](job(path, workers=1, max_restarts=0)))
+    (tmp_path / "submit.py").write_text(JOB_SCRIPTS["ray"](job(path, workers=1, max_restarts=0)))
     done = subprocess.run(
         [sys.executable, tmp_path / "submit.py"], capture_output=True, text=True, timeout=200, env=environment()
     )
