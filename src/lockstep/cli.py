@@ -263,7 +263,12 @@ def _run(options: argparse.Namespace) -> int:
     if options.printer is not None:
         print(JOB_SCRIPTS[options.printer](job), end="")
         return 0
-    output, messages = (io.FileIO(file.fileno(), "w", closefd=False) for file in (sys.stdout, sys.stderr))
+    output, messages = (
+        io.FileIO(os.devnull, "w")
+        if file is None
+        else io.FileIO(file.fileno(), "w", closefd=False)  # None: it is closed.
+        for file in (sys.stdout, sys.stderr)
+    )
     return supervise(job, os.environ, output, messages)
 
 

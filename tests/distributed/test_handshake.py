@@ -4,6 +4,7 @@ import contextlib
 import json
 import socket
 import struct
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -343,3 +344,16 @@ def test_a_proof_needs_secret_role_and_both_nonces():
     assert not verify_proof(given, b"secret", "worker", "one", "three")
     assert not verify_proof(None, b"secret", "worker", "one", "two")
     assert not verify_proof("größe", b"secret", "worker", "one", "two")
+
+
+def test_a_challenge_that_comes_in_two_pieces_is_waited_for():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        connection = connect(f"127.0.0.1:{listener.getsockname()[1]}", DEADLINE)
+        other, _ = listener.accept()
+        with other, contextlib.closing(connection):
+            challenge = encode({"kind": "challenge", "protocol": PROTOCOL, "nonce": "theirs", "proof": None})
+            other.sendall(challenge[:10])
+            timer = threading.Timer(0.3, other.sendall, [challenge[10:]])
+            timer.start()
+            introduce(connection, Peer(1, 2, "here", 7), None, DEADLINE)
+            timer.join()

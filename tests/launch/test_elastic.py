@@ -3,6 +3,7 @@
 import contextlib
 import json
 import signal
+import socket
 from pathlib import Path
 
 import pytest
@@ -231,6 +232,18 @@ def test_join_without_a_server_times_out(tmp_path):
     sentence = f"node 0 (rendezvous at {address}) was not reached within 0.5 s: Connection refused. Fix: start the same command there"
     assert sentence in done.stderr
     assert run(*common, "--timeout", 0.5, program(tmp_path, "")).returncode == 124
+
+
+def test_a_node_that_cannot_listen_says_why_at_once(tmp_path):
+    options = ("--nnodes", "1:2", "--coordinator", "127.0.0.1:12421")
+    done = run(*options, program(tmp_path, ""), LOCKSTEP_BIND="192.0.2.1", LOCKSTEP_SECRET="own" * 11)
+    assert done.returncode == 2
+    assert "The rendezvous cannot listen on port 12421 of 192.0.2.1 (LOCKSTEP_BIND)" in done.stderr
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        address = f"127.0.0.1:{other.getsockname()[1]}"
+        done = run("--nnodes", "1:2", "--coordinator", address, program(tmp_path, ""))
+    assert done.returncode == 2
+    assert "something that is no Lockstep job uses it" in done.stderr
 
 
 @pytest.mark.parametrize("rank", [0, 1])

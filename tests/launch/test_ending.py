@@ -210,7 +210,47 @@ def test_ctrl_c_kills_who_does_not_end_after_a_failure(tmp_path):
     with started("-n", 2, "--grace", "1000", program(tmp_path, code)) as supervisor:
         wait_for_message(supervisor, "the other processes have 1000 s to exit")
         supervisor.send_signal(signal.SIGINT)
+        wait_for_message(supervisor, "SIGINT: the workers are ending; again kills them at once.")
+        supervisor.send_signal(signal.SIGINT)
         assert supervisor.wait(timeout=60) == 5
+
+
+def test_ctrl_c_that_also_ends_the_reader_leaves_the_time_to_save(tmp_path):
+    """As with ``| tee``: the reader is gone before the signal comes."""
+    code = "def save(*_):\n    time.sleep(0.5); write('saved'); os._exit(75)\n"
+    code += "signal.signal(signal.SIGTERM, save); signal.signal(signal.SIGINT, save)\n"
+    code += "while True: print('line'); time.sleep(0.01)"
+    with started(program(tmp_path, code)) as supervisor:
+        supervisor.stdout.readline()
+        supervisor.stdout.close()
+        supervisor.stdout = None
+        wait_for_message(supervisor, "SIGPIPE: the workers have 30 s to exit.")
+        supervisor.send_signal(signal.SIGINT)
+        assert supervisor.wait(timeout=60) == 75
+    assert (tmp_path / "saved").exists()
+
+
+@pytest.mark.parametrize(
+    "before", ["signal(SIGCHLD, SIG_IGN)", "pthread_sigmask(SIG_BLOCK, [SIGCHLD])"], ids=["ignored", "blocked"]
+)
+def test_a_parent_that_does_without_sigchld_changes_nothing(tmp_path, before):
+    begin = f"import os, sys; from signal import *; {before}; os.execv(sys.executable, sys.argv[1:])"
+    command = [sys.executable, "-c", begin, *COMMAND, program(tmp_path, "print('done')")]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=60, env=environment())
+    assert (done.returncode, done.stdout) == (0, "[worker 0] done\n")
+
+
+@pytest.mark.parametrize(
+    ("where", "says"),
+    [(">&-", ""), ("2>&-", ""), ("> /dev/full", "the output cannot be written ([Errno 28] No space left on device)")],
+)
+def test_output_that_cannot_be_written_stops_nothing(tmp_path, where, says):
+    path = program(tmp_path, "print('line'); time.sleep(0.2); print('line'); write('done')")
+    command = f"exec {sys.executable} -m lockstep.cli run {path} {where}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, env=environment())
+    assert done.returncode == 0, done.stderr
+    assert says in done.stderr
+    assert (tmp_path / "done").exists()
 
 
 def test_nohup_is_respected(tmp_path):

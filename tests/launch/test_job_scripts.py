@@ -377,6 +377,12 @@ def test_torchrun_gets_a_command_for_each_node():
         assert words[7:] == ["-m", "train.py", *WORDS]
 
 
+@pytest.mark.parametrize(("seconds", "word"), [(1234567.0, "1234567"), (0.25, "0.25"), (1e-5, "1e-05")])
+def test_scripts_have_limits_as_they_were_given(seconds, word):
+    words = shlex.split(JOB_SCRIPTS["slurm"](job(timeout=seconds)))
+    assert words[words.index("--timeout") + 1] == word
+
+
 @pytest.mark.parametrize("words", [["--timeout", "5"], ["--grace", "5"], ["--allocator", "system"]])
 def test_torchrun_refuses_what_it_does_not_have(words, capsys):
     assert cli.main(["run", "--print", "torchrun", *words, "train.py"]) == 2

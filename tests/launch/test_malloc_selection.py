@@ -34,6 +34,15 @@ def test_the_fastest_that_is_there_is_chosen(folder):
     assert tcmalloc.name.startswith("tcmalloc (")
 
 
+def test_a_library_that_cannot_be_preloaded_is_passed_over(folder, tmp_path):
+    folder("libjemalloc.so")[0].joinpath("libjemalloc.so").unlink()
+    (tmp_path / "libjemalloc.so.1").symlink_to(tmp_path / "gone")
+    with_space = tmp_path / "with space"
+    with_space.mkdir()
+    (with_space / "libjemalloc.so.2").touch()
+    assert choose_allocator("auto", {}, [tmp_path, with_space], OLD).variables == {}
+
+
 def test_one_can_be_asked_for(folder):
     both = folder("libjemalloc.so.2", "libtcmalloc.so.4")
     assert "jemalloc" in choose_allocator("jemalloc", {}, both, NEW).variables["LD_PRELOAD"]

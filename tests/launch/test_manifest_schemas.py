@@ -12,7 +12,7 @@ import pytest
 from lockstep.distributed.cluster.env_reader import SECRET
 from lockstep.launch.job_scripts import JOB_SCRIPTS
 from tests.launch.block_yaml import documents
-from tests.launch.test_templates import WORDS, YAML, job, job_in
+from tests.launch.test_job_scripts import WORDS, YAML, job, job_in
 
 
 def package(name):

@@ -140,6 +140,15 @@ def test_an_address_of_another_job_is_not_inherited(options):
     assert not kept.keys() & {"LOCKSTEP_COORDINATOR", "LOCKSTEP_PORT"}
 
 
+def test_a_job_on_one_machine_gets_a_secret_unless_it_has_one(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert inherited_variables(job(), {"LOCKSTEP_SECRET": "own"})["LOCKSTEP_SECRET"] == "own"
+    made = [inherited_variables(job(), {"LOCKSTEP_SECRET": ""})["LOCKSTEP_SECRET"] for _ in range(2)]
+    assert len({*made, ""}) == 3
+    kept = inherited_variables(job(), {"LOCKSTEP_SECRET_FILE": "secret"})
+    assert kept == {"LOCKSTEP_SECRET_FILE": str(tmp_path / "secret")}  # The program may change its directory.
+
+
 def test_a_pause_before_a_restart_ends_at_the_limit_of_the_run():
     lines, waits = [], []
     signals = SimpleNamespace(wait=lambda seconds: waits.append(seconds) or time.sleep(seconds) or ((), ()))

@@ -3,12 +3,15 @@
 import json
 import socket
 from dataclasses import asdict, replace
+from unittest.mock import Mock
 
 import pytest
 
+from lockstep.distributed.control.failure_detector import SuspendDetector
 from lockstep.distributed.control.handshake import Peer
 from lockstep.distributed.control.transport import FramedSocket, encode
 from lockstep.launch.launch_config import LaunchConfig
+from lockstep.launch.rank_assignment import RankAssignment
 from lockstep.launch.rendezvous import RendezvousClient, RendezvousServer
 from lockstep.launch.rendezvous_state import GenerationOutcome, NodeInfo, RendezvousState, identity_of
 
@@ -214,6 +217,43 @@ def test_a_client_sends_a_heartbeat_each_second_and_none_into_a_full_connection(
         before = len(client.connection._unsent)
         client.send_heartbeat_if_due()
         assert len(client.connection._unsent) == before > 0
+
+
+def test_a_request_to_stop_that_comes_with_the_start_is_kept():
+    one, other = socket.socketpair()
+    with one, other:
+        client, server = RendezvousClient(FramedSocket(one), None, "node 0", None, None, str), FramedSocket(other)
+        start = {"kind": "start", "assignment": asdict(RankAssignment(0, 1, 2, 1, 1, 2, "h:1", ("h:1", "i:1")))}
+        for message in (start, {"kind": "stop_generation", "sentence": "node 0 failed"}):
+            server.send(encode(message))
+        generations = client.assignments()
+        assert next(generations).node == 1
+        assert client.read() == "node 0 failed"
+        server.send(encode(start))
+        next(generations)
+        assert client.read() is None
+
+
+def test_the_server_of_this_node_cannot_be_silent_and_none_is_while_this_node_is_suspended():
+    seconds = iter([0.0, 63.0])
+    suspends = SuspendDetector(lambda: next(seconds))
+    suspends.tick()
+    client = RendezvousClient(Mock(), None, "node 0", None, None, print)
+    suspends._clock = lambda: 63.0
+    assert client._seconds_until_silent(suspends) == 60
+    assert replace(client, server=Mock())._seconds_until_silent(suspends) == float("inf")
+
+
+@pytest.mark.parametrize(
+    ("server", "last", "code"), [(None, 0, 0), (Mock(), 0, 75), (Mock(), 9, 9), (Mock(), None, None)]
+)
+def test_node_0_does_not_end_well_before_the_others(server, last, code):
+    client = RendezvousClient(Mock(), server, "node 0", None, None, print)
+    client._last_code = last
+    assert client._code_of_idle_node == code
+    workers = Mock(code=0, was_asked_to_stop=True)
+    client.record(workers)
+    assert client.code == (75 if server else 0)
 
 
 def test_too_few_end_in_time():

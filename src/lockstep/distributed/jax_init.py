@@ -257,7 +257,7 @@ def _unreachable(address: str, peer: object, reason: str) -> str:
 
 
 def check_hostnames(client: ControlClient) -> None:
-    """Check that, on several machines, the host name of each leads to an address that the other machines can reach.
+    """Check that the host name of each machine leads to an address of it, which the other machines, if there are any, can reach.
 
     The collectives of CPUs (Gloo) listen at that address. On Debian it is 127.0.1.1 by default, which other machines cannot reach;
     Gloo would fail in the first step, with a message about sockets.
@@ -271,16 +271,18 @@ def check_hostnames(client: ControlClient) -> None:
     reachable = outgoing_address(*split_address("the coordinator", client.group.coordinator))
     own = [machine_id(), socket.gethostname(), hostname_address(), reachable]
     every = client.gather("the machine and its name", own)
-    if len({one[0] for one in every}) == 1:
-        return
+    has_one_machine = len({one[0] for one in every}) == 1
     for peer, (_, name, address, reachable) in zip(client.peers, every, strict=True):
-        if address is None or is_loopback(address):
-            leads = "has no address" if address is None else f"leads to {address}"
-            line = f"{reachable or 'its address in the network'} {name}"
+        if address is None or (is_loopback(address) and not has_one_machine):
+            leads = (
+                "has no address of that machine"
+                if address is None
+                else f"leads to {address} there, which the other machines cannot reach"
+            )
+            line = f"{'127.0.0.1' if has_one_machine else reachable or 'its address in the network'} {name}"
             raise ClusterError(
-                f"{peer}: the name of its machine, {name!r}, {leads} there, which the other machines cannot reach; the collectives of "
-                f"CPUs (Gloo) listen at the address of that name. Fix: write the line {line!r} into /etc/hosts there, and remove the other "
-                "lines with that name."
+                f"{peer}: the name of its machine, {name!r}, {leads}; the collectives of CPUs (Gloo) listen at the address of that name. "
+                f"Fix: write the line {line!r} into /etc/hosts there, and remove the other lines with that name."
             )
 
 

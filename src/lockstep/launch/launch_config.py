@@ -165,14 +165,18 @@ def _with_port(option: str, address: str) -> str:
     return address
 
 
+def _number(value: float) -> str:
+    return str(int(value)) if value == int(value) else repr(float(value))
+
+
 def run_options(job: LaunchConfig) -> list[str]:
     """Return the options of ``lockstep run`` that are the same on each node, without the addresses of the nodes."""
     options = ["-n", str(job.workers), "--nnodes", job.nnodes]
     options += ["--max-restarts", str(job.max_restarts)] if job.max_restarts else []
     if job.is_elastic:
-        options += ["--join-seconds", f"{job.join_seconds:g}", "--start-seconds", f"{job.start_seconds:g}"]
-    options += ["--timeout", f"{job.timeout:g}"] if job.timeout is not None else []
-    options += ["--grace", f"{job.grace:g}"]
+        options += ["--join-seconds", _number(job.join_seconds), "--start-seconds", _number(job.start_seconds)]
+    options += ["--timeout", _number(job.timeout)] if job.timeout is not None else []
+    options += ["--grace", _number(job.grace)]
     options += ["--allocator", job.allocator]
     options += ["--log-dir", str(job.log_dir)] if job.log_dir is not None else []
     return options + (["--tee"] if job.tee else [])

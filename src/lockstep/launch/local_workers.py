@@ -50,6 +50,7 @@ class _Shutdown:
         killed_at: when the remaining workers were killed.
         stop_signal: the signal to the supervisor that is the reason of the stop.
         is_requested: whether there was a signal to stop.
+        interrupts: number of SIGINTs, as of Ctrl-C.
         is_announced: whether USR1 came, after which workers save and end with 75: a scheduler is about to stop the job.
         is_remote: whether a failure of another node is the reason of the stop.
     """
@@ -59,6 +60,7 @@ class _Shutdown:
     killed_at: float | None = None
     stop_signal: int | None = None
     is_requested: bool = False
+    interrupts: int = 0
     is_announced: bool = False
     is_remote: bool = False
 
@@ -316,13 +318,18 @@ class LocalWorkers:
             self._send(number)
             return
         self._shutdown.is_requested = True
+        self._shutdown.interrupts += number == signal.SIGINT
+        again = "; again kills them at once" if number == signal.SIGINT else ""
         if self._shutdown.stopped_at is None:
             self._shutdown.stop_signal = None if self._failures() else number
-            again = "; again kills them at once" if number == signal.SIGINT else ""
             self._log(f"{signal.Signals(number).name}: the workers have {self._grace:g} s to exit{again}.")
             self._stop(signal.SIGTERM if number == signal.SIGPIPE else number)
-        elif number == signal.SIGINT:
+        elif number == signal.SIGINT and self._shutdown.interrupts > 1:
             self._kill("killed.")
+        elif (
+            number == signal.SIGINT
+        ):  # It may have the same cause as the first signal: Ctrl-C also ends what reads the output.
+            self._log(f"SIGINT: the workers are ending{again}.")
 
     def _check_done(self) -> None:
         exits = [

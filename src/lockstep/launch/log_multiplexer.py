@@ -28,6 +28,9 @@ class TerminalWriter:
         on_closed: is called once when the reader of the stream is gone; from then on nothing is written.
         colours: whether names of workers are coloured if the stream is a terminal.
         room: bytes that may be queued.
+
+    Attributes:
+        error: why nothing is written any more, if the reader of the stream is not gone: its disk is full, for example.
     """
 
     def __init__(
@@ -42,6 +45,7 @@ class TerminalWriter:
         self._is_closed = False
         self._is_coloured = colours and stream.isatty()
         self._thread: threading.Thread | None = None
+        self.error: OSError | None = None
 
     def prefix(self, process: ProcessName) -> bytes:
         """Return the prefix of each line of a process."""
@@ -88,8 +92,8 @@ class TerminalWriter:
         while (data := self._next()) is not None:
             try:
                 self._write(memoryview(data))
-            except OSError:
-                self._end()
+            except OSError as error:
+                self._end(error)
                 return
             with self._changed:
                 self._unwritten -= len(data)
@@ -100,10 +104,12 @@ class TerminalWriter:
             self._changed.wait_for(lambda: self._queue or self._is_closed)
             return None if self._is_closed else self._queue.popleft()
 
-    def _end(self) -> None:
-        """Note that the reader is gone. ``on_closed`` is not called after :meth:`close`."""
+    def _end(self, error: OSError) -> None:
+        """Note that the stream takes nothing more. ``on_closed`` is not called after :meth:`close`."""
         with self._changed:
-            if not self._is_closed:
+            if not isinstance(error, BrokenPipeError):  # A full disk must not stop the workers.
+                self.error = error
+            elif not self._is_closed:
                 self._on_closed()
             self._is_closed, self._unwritten = True, 0
             self._changed.notify_all()

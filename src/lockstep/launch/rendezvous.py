@@ -15,8 +15,10 @@ from lockstep._logging import WaitLogger
 from lockstep.distributed.cluster.addresses import split_address
 from lockstep.distributed.cluster.env_reader import NetworkOptions
 from lockstep.distributed.control.admission import JoinRejection
+from lockstep.distributed.control.failure_detector import SuspendDetector
 from lockstep.distributed.control.handshake import (
     HANDSHAKE_SECONDS,
+    CoordinatorRunsError,
     HandshakeError,
     HandshakeServer,
     Peer,
@@ -234,7 +236,7 @@ class RendezvousClient:
             self._wait()
             if self._exit is not None or self._assignment is None:
                 break
-            current, self._assignment, self._stop_reason = self._assignment, None, None
+            current, self._assignment = self._assignment, None
             last = current.first + current.workers - 1
             workers = f"worker {last}" if current.workers == 1 else f"workers {current.first} to {last}"
             self.log(
@@ -251,7 +253,7 @@ class RendezvousClient:
         outcome = self._outcome(workers)
         self.connection.send(encode({"kind": "ended", **asdict(outcome)}))
         if self._exit is None and (outcome.leaves or outcome.is_final):
-            self._exit = NodeExit(workers.code, "")
+            self._exit = NodeExit(workers.code if self.server is None else outcome.code, "")
 
     def close(self) -> None:
         """Leave; if the server runs here, the job ends on all nodes."""
@@ -275,20 +277,35 @@ class RendezvousClient:
 
     def _wait(self) -> None:
         """Wait until there is an assignment or a reason to exit."""
-        progress = WaitLogger(self.log)
+        progress, suspends = WaitLogger(self.log), SuspendDetector()
         self._received_at = time.monotonic()
         while True:
             self._receive()
             if self._assignment is not None or self._exit is not None:
                 return
-            limit = min(_seconds_left(self.stop_at), self._received_at + SILENT_SECONDS - time.monotonic())
+            limit = min(_seconds_left(self.stop_at), self._seconds_until_silent(suspends))
             if limit <= 0:
                 self._exit = self._exit_on_timeout()
                 return
             numbers, _ = self.signals.wait(min(limit, self.send_heartbeat_if_due()), [self.fileno()])
-            self._exit = _exit_on_signal(numbers, self._last_code)
+            self._exit = _exit_on_signal(numbers, self._code_of_idle_node)
+            if self._exit is not None and self.server is not None:
+                self.log("node 0 was asked to stop, which ends the job on all nodes.")
             if self._waiting_for:
                 progress.log(self._waiting_for)
+
+    def _seconds_until_silent(self, suspends: SuspendDetector) -> float:
+        """Return how long the server may still say nothing; the one of this process cannot be lost."""
+        if self.server is not None:
+            return float("inf")
+        return max(self._received_at, suspends.since) + SILENT_SECONDS - suspends.tick()
+
+    @property
+    def _code_of_idle_node(self) -> int | None:
+        """The exit code if a signal stops this node while no workers run; None: that of the signal."""
+        if self.server is None or self._last_code is None:
+            return self._last_code
+        return self._last_code or PEER_LOST  # The other nodes are not done.
 
     def _exit_on_timeout(self) -> NodeExit:
         if _seconds_left(self.stop_at) <= 0:
@@ -310,7 +327,8 @@ class RendezvousClient:
 
     def _handle(self, message: dict[str, Any]) -> None:
         if message["kind"] == "start":
-            self._assignment = RankAssignment(**message["assignment"])
+            self._assignment, self._stop_reason = RankAssignment(**message["assignment"]), None
+            self._waiting_for = ""
         elif message["kind"] == "stop_generation":
             self._stop_reason = message["sentence"]
         elif message["kind"] == "generation_failed":
@@ -352,8 +370,14 @@ def join_rendezvous(
     if node is None and is_local_host(split_address("--coordinator", coordinator)[0]):
         with contextlib.suppress(RetryableConnectError):
             return joining.try_once()
-        with contextlib.suppress(ClusterError):  # Another supervisor on this machine was faster.
+        try:
             return joining.serve()
+        except CoordinatorRunsError:  # Another supervisor on this machine was faster.
+            pass
+        except ClusterError:
+            with contextlib.suppress(RetryableConnectError):
+                return joining.try_once()
+            raise
     return joining.try_until_admitted()
 
 

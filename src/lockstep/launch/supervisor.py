@@ -250,6 +250,10 @@ class _Supervisor:
         lost = self.output.close(_FLUSH_SECONDS)
         if lost:
             self._log(f"the output is not read: its last {lost:,} bytes are lost.")
+        if self.output.error is not None:
+            self._log(
+                f"the output cannot be written ({self.output.error}): the rest of it is lost. Fix: --log-dir writes it to files."
+            )
         self.messages.close(_FLUSH_SECONDS)
 
     def _restart_loop(self, node: int | None) -> RestartLoop | NodeExit:

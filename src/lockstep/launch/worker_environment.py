@@ -30,6 +30,7 @@ _SETTINGS = {
     ),  # It prints a line for each allocation above this.
     "jemalloc": ("MALLOC_CONF", "retain:true,dirty_decay_ms:-1,muzzy_decay_ms:-1"),
 }
+_SEPARATORS = {":", *" \t\n"}  # between the paths in LD_PRELOAD, which no path can have
 _HUGE_PAGES = "glibc.malloc.hugetlb"
 _FIRST_GLIBC_WITH_HUGE_PAGES = (2, 35)
 
@@ -41,9 +42,11 @@ def inherited_variables(job: LaunchConfig, environment: Mapping[str, str]) -> di
         replaced.add(BIND)
     if job.servers is not None:
         replaced.update(TorchrunClusterResolver.variables)
-    is_alone = job.nodes == 1 and not job.is_elastic and not environment.get(SECRET_FILE)
-    secret = {SECRET: secrets.token_hex()} if is_alone else {}
-    return {**secret, **{name: value for name, value in environment.items() if name not in replaced}}
+    has_secret = environment.get(SECRET) or environment.get(SECRET_FILE)
+    secret = {SECRET: secrets.token_hex()} if job.nodes == 1 and not job.is_elastic and not has_secret else {}
+    if file := environment.get(SECRET_FILE):
+        secret[SECRET_FILE] = str(Path(file).absolute())  # A program may change its directory.
+    return {name: value for name, value in environment.items() if name not in replaced} | secret
 
 
 def gpu_variables(gpus: list[str], process: ProcessName, processes: NodeProcesses) -> Mapping[str, str]:
@@ -141,7 +144,7 @@ def glibc_version() -> tuple[int, ...] | None:
 
 def _find_library(name: str, folders: Iterable[Path]) -> Path | None:
     found = (path for folder in folders for pattern in _LIBRARIES[name] for path in sorted(folder.glob(pattern)))
-    return next(found, None)
+    return next((path for path in found if path.is_file() and not set(str(path)) & _SEPARATORS), None)
 
 
 def _preload_variables(name: str, library: Path, environment: Mapping[str, str]) -> dict[str, str]:

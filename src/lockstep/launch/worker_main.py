@@ -1,7 +1,7 @@
 """Process with the arguments ``SUPERVISOR ERROR -f|-m PROGRAM ARGUMENTS…``: the reaper, and below it the worker.
 
 SUPERVISOR and ERROR are file descriptors: a socket to the supervisor, and the file for the exception that ends the program. The
-worker is a fork of this process, made before anything else is imported, so no second Python starts. The program runs as ``__main__``
+worker is a fork of this process, which has imported modules of Python and Lockstep only, so no second Python starts. The program runs as ``__main__``
 and sees what it would see under ``python program.py`` or ``python -m``.
 """
 
@@ -36,6 +36,8 @@ def main() -> None:
     supervisor, error = (int(number) for number in sys.argv[1:3])
     os.set_inheritable(error, False)
     adopt_orphans()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # A daemon may have handed it on ignored or blocked.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
     signals = SignalPipe([*FORWARDED, signal.SIGCHLD])
     parent = os.getpid()
     worker = os.fork()

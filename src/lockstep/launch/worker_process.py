@@ -227,7 +227,8 @@ class WorkerProcess:
         self.process = process
         self.code: int | None = None
         self.ended_at = 0.0
-        self._error = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 # For the exception that ends the program.
+        self._error = _open_unnamed_file()  # For the exception that ends the program.
+        self._record: ErrorRecord | None = None
         self._socket, remote_end = socket.socketpair()
         output, writer = os.pipe()
         with remote_end, open(writer, "wb", buffering=0) as writer_file, _blocked(FORWARDED):
@@ -253,8 +254,7 @@ class WorkerProcess:
         """Why it failed; None while it runs and if it succeeded."""
         if not self.code:
             return None
-        error = self._error.fileno()
-        record = ErrorRecord.from_bytes(os.pread(error, os.fstat(error).st_size, 0))
+        record = self._record
         if record is None:
             return ProcessFailure(self.process, self.code, self.ended_at, None, self._log_pump.last_lines)
         code = max(self.code, 0) or USER_ERROR  # It may have been killed after it wrote the record.
@@ -275,6 +275,8 @@ class WorkerProcess:
             self.code, self.ended_at = -signal.SIGKILL, time.monotonic()
             with suppress(subprocess.TimeoutExpired):
                 self.code = self._reaper.wait(_KILL_SECONDS) or self.code
+        with self._error:
+            self._record = ErrorRecord.from_bytes(self._error.readall() or b"")
 
     def send(self, number: int) -> None:
         """Send a signal to its program."""
@@ -296,6 +298,12 @@ class WorkerProcess:
     def drain(self, until: float) -> None:
         """Wait until all of its output is written, at most until a time of the monotonic clock."""
         self._log_pump.join(max(0.0, until - time.monotonic()))
+
+
+def _open_unnamed_file() -> io.FileIO:
+    if sys.platform == "linux":  # Also where no directory is writable.
+        return io.FileIO(os.memfd_create("lockstep"), "r+")
+    return io.FileIO(os.dup(tempfile.TemporaryFile().fileno()), "r+")
 
 
 @contextlib.contextmanager

@@ -92,6 +92,7 @@ class Admission:
             f"Two processes say that they are worker {peer.index} of {peer.workers}: {first.process} and {peer.process}: "
             f"start each worker once, with an index of its own.",
             everyone=not self.is_complete,
+            again=self.is_complete,  # The first may be lost, and its connection not closed yet: its machine was reset.
         )
 
     def _check_identity(self, peer: Peer) -> JoinRejection | None:

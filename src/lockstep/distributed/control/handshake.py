@@ -109,6 +109,10 @@ class HandshakeError(Exception):
     """The other end is not a process that this one can talk to."""
 
 
+class CoordinatorRunsError(ClusterError):
+    """This process cannot listen, as another process of a Lockstep job does."""
+
+
 class RetryableConnectError(Exception):
     """No process admits this one yet: to try again is right."""
 
@@ -385,7 +389,7 @@ def introduce(connection: FramedSocket, me: Peer, secret: bytes | None, seconds:
     """
     nonce = new_nonce()
     connection.send(hello(nonce))
-    challenge = connection.wait(seconds)
+    challenge = _next_message(connection, time.monotonic() + seconds)
     if challenge is None:
         raise RetryableConnectError(
             f"what answers there is no process of a Lockstep job: {connection.ended or 'it says nothing'}"
@@ -498,7 +502,7 @@ def open_listener(
         listener = _listen(host, port)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            raise ClusterError(_port_in_use(named if host == _ALL_ADDRESSES else host, port, who)) from None
+            raise _port_in_use(named if host == _ALL_ADDRESSES else host, port, who) from None
         if network.bind_host is None and host != _ALL_ADDRESSES and error.errno == errno.EADDRNOTAVAIL:
             log(f"{host} is no address of this machine: {who} listens on port {port} of all its addresses")
             return open_listener(coordinator, replace(network, bind_host=_ALL_ADDRESSES), log, who)
@@ -556,9 +560,10 @@ def _listen(host: str, port: int) -> socket.socket:
     return socket.create_server(address, family=family, backlog=128)
 
 
-def _port_in_use(host: str, port: int, who: str) -> str:
-    other = "another Lockstep job" if _is_lockstep(host, port) else "something that is no Lockstep job"
-    return (
+def _port_in_use(host: str, port: int, who: str) -> ClusterError:
+    is_lockstep = _is_lockstep(host, port)
+    other = "another Lockstep job" if is_lockstep else "something that is no Lockstep job"
+    return (CoordinatorRunsError if is_lockstep else ClusterError)(
         f"{capitalized(who)} cannot listen on port {port} of {host}: {other} uses it. Fix: end that ('ss -ltnp' shows its process), or give "
         f"all workers of this job another port, where this one comes from: TF_CONFIG, --hosts, --coordinator or LOCKSTEP_PORT."
     )
