@@ -17,10 +17,10 @@ import keras
 import numpy as np
 
 import lockstep
-import lockstep.checkpoint.files as checkpoint_format
+import lockstep.checkpoint.files as checkpoint_files
 from lockstep.distributed.control.connect import _Join
 from lockstep.fit.checkpointing.fit_checkpoint import FitCheckpoint
-from lockstep.parameter_server import worker_fit
+from lockstep.parameter_server import evaluator
 from lockstep.parameter_server.process_role import ProcessContext
 from lockstep.parameter_server.variable_server import VariableService
 from lockstep.parameter_server.worker_fit import WorkerFit
@@ -88,13 +88,13 @@ def install():
     before(WorkerFit, "_report", "after a push", 3)  # and before its report; no phase of the table
     before(VariableService, "_push", "step", 3)
     before(Validates, "on_test_batch_end", "validation", 2)
-    before(worker_fit, "_evaluate", "validation")
-    write, checkpoints = checkpoint_format.write_arrays, itertools.count(1)
+    before(evaluator, "_evaluate", "validation")
+    write, checkpoints = checkpoint_files.write_arrays, itertools.count(1)
 
     def write_arrays(file, arrays):
         return write(file, Arrays(arrays) if next(checkpoints) == 2 else arrays)
 
-    checkpoint_format.write_arrays = write_arrays
+    checkpoint_files.write_arrays = write_arrays
 
 
 def strategy():
