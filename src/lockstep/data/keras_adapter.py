@@ -25,6 +25,7 @@ from lockstep.data.resumable_iterator import (
     IteratorState,
     PlaceBatch,
     ResumableIterator,
+    read_on,
 )
 from lockstep.data.sources import DatasetSource, InputSource
 from lockstep.devices.placement import is_rows
@@ -106,6 +107,12 @@ class KerasInput(trainer.DataAdapter):
         self.rows: int | None = None
         self.epoch_hooks: list[EpochHook] = []
         self._earlier_hooks: tuple[EpochHook, ...] = ()  # of the run that is resumed, as far as they were not repeated
+        self._skips_hooks = False  # whether hooks that come before training begins have run in this process
+        # Hooks of the data and batches before this call, in this process or in the one that is resumed.
+        self._before = source.progress.hooks, source.progress.batches
+        self._read_before = self._counted = (
+            0  # of the batches since then: read before resuming; in ``progress`` already
+        )
 
     # What Keras calls.
 
@@ -141,7 +148,7 @@ class KerasInput(trainer.DataAdapter):
         """Begin an epoch, which may use ``steps`` batches."""
         if self._tracking is _Tracking.AWAITING_STATE and self._earlier_hooks:
             self._repeat_first_hook()
-        elif not self._ran_before_resume("begin", "end"):
+        elif not self._ran_before_resume("begin", "end") and not self._skips_hooks:
             self._run_hook("begin")
         if self._pass:
             self._limit_pass(self._pass)
@@ -251,6 +258,10 @@ class KerasInput(trainer.DataAdapter):
         self._tracking = _Tracking.ON if earlier is None else _Tracking.AWAITING_STATE
         self._source.track_cache(earlier.cache if earlier else None)
         self._earlier_hooks = earlier.hooks if earlier else ()
+        if earlier and earlier.before:
+            self._skip_hooks(self._source.progress.hooks - earlier.before[0])
+            self._read_before = self._source.progress.batches - earlier.before[1]
+            self._before = earlier.before
         iterator = earlier.iterator if earlier else None
         spans_epochs = self._settings.steps < math.inf
         self._resume = replace(self._resume, is_mid_pass=iterator is not None and spans_epochs)
@@ -264,22 +275,32 @@ class KerasInput(trainer.DataAdapter):
             state: what :meth:`get_state` returned there.
             steps: number of steps of the epoch that are done.
         """
-        self._tracking = _Tracking.RESUMED
+        self._tracking, self._skips_hooks = _Tracking.RESUMED, False
         self._resume = replace(self._resume, start=state.iterator, steps=steps)
-        for hook in self._earlier_hooks:
-            run_epoch_hook(self._source, hook)
-        self._earlier_hooks = ()
+        self._repeat_hooks()
         self.epoch_hooks = list(state.hooks)
         if state.iterator:
+            self._count(state.iterator.batches)
             if self._pass is None:
                 restore_random_state(state.iterator.at_begin)
             self._resumed_pass = self._begin_pass(seeks=not self._source.restarts or not steps)
             restore_random_state(state.iterator.after)
         else:
-            self.restore_order(state)
+            self._source.restore_order(state.order)
 
-    def restore_order(self, state: InputState) -> None:
-        """Give the next pass the order that it would have had in another process after a call of ``fit`` with this state."""
+    def leave_as(self, state: InputState) -> None:
+        """Leave the data as a finished call of ``fit`` has left them in another process; the random state changes.
+
+        Batches that it has taken are read when the next pass over the same data begins, if there is one.
+        """
+        if state.iterator and not self._source.restarts:
+            left = state.iterator.batches - self._read_before
+            if left > 0:
+                # Keras may have had a first look, which has drawn the first batch.
+                at_begin = capture_random_state() if self._pass else state.iterator.at_begin
+                self._source.progress.unread.append(replace(state.iterator, batches=left, at_begin=at_begin))
+                self._count(state.iterator.batches)
+        self._repeat_hooks()
         self._source.restore_order(state.order)
 
     def get_state(self, is_epoch_over: bool) -> InputState:
@@ -289,7 +310,8 @@ class KerasInput(trainer.DataAdapter):
             is_epoch_over: whether all steps of the epoch are done.
         """
         order = self._source.order_state()
-        return InputState(self._pass_state(is_epoch_over), tuple(self.epoch_hooks), self._source.cache_state(), order)
+        iterator, hooks = self._pass_state(is_epoch_over), tuple(self.epoch_hooks)
+        return InputState(iterator, hooks, self._source.cache_state(), order, self._before)
 
     def state_between_calls(self) -> InputState:
         """Return the state between two calls of ``evaluate`` in ``fit``, each of which begins a new pass if the source restarts."""
@@ -318,6 +340,7 @@ class KerasInput(trainer.DataAdapter):
         """
         if self._pass:
             self._pass.close(failed)
+        self._count(self.total_taken)
         self._source.close()
         advice = self.meter.advice()
         if advice:
@@ -325,6 +348,7 @@ class KerasInput(trainer.DataAdapter):
 
     def _begin_pass(self, seeks: bool = True) -> ResumableIterator:
         settings, before, start = self._settings, self._pass, self._resume.start
+        self._read_unread()
         self._pass_number += 1
         if before:
             before.close()
@@ -338,6 +362,7 @@ class KerasInput(trainer.DataAdapter):
             settings.make_check() if settings.make_check else None,
             start,
             tracks_state=self._tracking is not _Tracking.OFF,
+            read_before=0 if self._source.restarts else self._read_before,
         )
         if before and not self._source.restarts:
             self._pass.at_begin = before.at_begin  # Batches that were only read are still part of this pass.
@@ -366,12 +391,45 @@ class KerasInput(trainer.DataAdapter):
         if self._tracking is not _Tracking.OFF and self._source.has_hooks:
             self.epoch_hooks.append([kind, capture_random_state()])
         (self._source.begin_epoch if kind == "begin" else self._source.end_epoch)()
+        self._source.progress.hooks += 1
+
+    def _skip_hooks(self, count: int) -> None:
+        """Leave out hooks of the run that is resumed that have run on these data in this process."""
+        more = count - len(self._earlier_hooks)
+        if more > 0 and self._source.has_hooks:
+            self._settings.report(
+                f"{self.name}: its hooks at the beginning and end of epochs have run {more} times more in this process than before the "
+                "checkpoint, so its batches may be other ones. Fix: make a new one"
+            )
+        self._skips_hooks = count > 0
+        self._earlier_hooks = self._earlier_hooks[max(0, count) :]
+
+    def _repeat_hooks(self) -> None:
+        for hook in self._earlier_hooks:
+            run_epoch_hook(self._source, hook)
+        self._source.progress.hooks += len(self._earlier_hooks)
+        self._earlier_hooks = ()
+
+    def _count(self, taken: int) -> None:
+        """Note how many batches were taken since ``self._before``."""
+        self._source.progress.batches = self._before[1] + max(taken, self._counted)
+        self._counted = max(taken, self._counted)
+
+    def _read_unread(self) -> None:
+        """Read what finished runs of an earlier process have taken of these data; the random state is left as it is."""
+        present, unread = capture_random_state(), self._source.progress.unread
+        while unread:
+            state = unread.popleft()
+            restore_random_state(state.at_begin)
+            read_on(self._source, state, state.batches)
+        restore_random_state(present)
 
     def _repeat_first_hook(self) -> None:
         """Begin the epoch in which Keras only reads shapes as the earlier process began its first one; set_state repeats the other hooks."""
         before = capture_random_state()
         first, *rest = self._earlier_hooks
         run_epoch_hook(self._source, first)
+        self._source.progress.hooks += 1
         self._earlier_hooks = tuple(rest)
         restore_random_state(before)
 

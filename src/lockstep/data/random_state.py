@@ -116,6 +116,8 @@ class ShuffledData:
 
     def noted(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Note that a pass begins; return its batches, and note how far they are read."""
+        if self._has_persistent_workers:
+            _passes.setdefault(self._data, [0])
         if not trainer.is_tf_dataset(self._data):
             return batches
         passes = _passes.setdefault(self._data, [])
@@ -137,6 +139,8 @@ class ShuffledData:
             passes = _passes.get(self._data, [])
             return {"passes": list(passes) if _begins_shuffling_late(self._data) else len(passes)}
         states = [encode_bytes(generator.get_state().numpy().tobytes()) for generator in self._torch_generators]
+        if self._has_persistent_workers:
+            return {"torch": states, "has_workers": self._data in _passes}
         return {"torch": states} if states else None
 
     def restore(self, state: dict[str, Any] | None) -> None:
@@ -155,8 +159,24 @@ class ShuffledData:
                 log_info(
                     f"{self._name}: {-missing} passes more than before have begun, so its order may be another one."
                 )
+        if state.get("has_workers") and self._data not in _passes:
+            # The pass that starts the workers draws a seed for them besides the order.
+            with sys.modules["torch"].random.fork_rng(devices=[]):
+                self.noted(iter(self._data))
+            log_info(
+                f"{self._name}: its workers are new, so numbers that they have drawn from their own generators may be other ones: augmentation, "
+                "for example. Fix: persistent_workers=False"
+            )
         for generator, kept in zip(self._torch_generators, state.get("torch", ()), strict=False):
             generator.set_state(decode_torch_state(kept))
+
+    @property
+    def _has_persistent_workers(self) -> bool:
+        """Whether it is a ``DataLoader`` of torch whose workers stay from pass to pass."""
+        torch = sys.modules.get("torch")
+        return (
+            torch is not None and isinstance(self._data, torch.utils.data.DataLoader) and self._data.persistent_workers
+        )
 
     @property
     def _torch_generators(self) -> list[Any]:
@@ -171,7 +191,9 @@ class ShuffledData:
 
 def check_order_state(state: Any) -> None:
     """Raise ValueError if this is no result of :meth:`lockstep.data.sources.InputSource.order_state`. No generator changes."""
-    if type(state) is not dict or len(state) != 1:
+    if type(state) is not dict or set(state) not in ({"passes"}, {"torch"}, {"torch", "has_workers"}):
+        raise ValueError("no state of an order")
+    if type(state.get("has_workers", False)) is not bool:
         raise ValueError("no state of an order")
     if "passes" in state:
         passes = state["passes"]

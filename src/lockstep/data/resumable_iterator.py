@@ -49,24 +49,35 @@ class InputState:
         hooks: the hooks of the data at the beginning and end of epochs that have run.
         cache: how the batches were read that a cache keeps; None if it keeps none.
         order: state of the order of the next pass; see :meth:`InputSource.order_state`.
+        before: number of hooks that the process had run on these data, and of batches that it had taken of them, before the call; None:
+            an earlier version has not noted them.
     """
 
     iterator: IteratorState | None = None
     hooks: tuple[EpochHook, ...] = ()
     cache: dict[str, Any] | None = None
     order: dict[str, Any] | None = None
+    before: tuple[int, int] | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the state in values of JSON."""
         position = asdict(self.iterator) if self.iterator else None
-        return {"position": position, "hooks": list(self.hooks), "cache": self.cache, "order": self.order}
+        before = list(self.before) if self.before else None
+        return {
+            "position": position,
+            "hooks": list(self.hooks),
+            "cache": self.cache,
+            "order": self.order,
+            "before": before,
+        }
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> "InputState":
         """Return the state that :meth:`to_json` has given."""
         position = found.get("position")
         iterator = IteratorState(**position) if position else None
-        return cls(iterator, tuple(found["hooks"]), found.get("cache"), found.get("order"))
+        before = tuple(found["before"]) if found.get("before") else None
+        return cls(iterator, tuple(found["hooks"]), found.get("cache"), found.get("order"), before)
 
 
 def digest_of_batch(batch: Any) -> str | None:
@@ -93,6 +104,23 @@ def check_same_batch(name: str, state: IteratorState, batch: Any) -> None:
             f"{state.batches} of this pass is not the one that was trained on. Fix: give it the same data, and its shuffling a seed; or "
             "begin anew with another directory."
         )
+
+
+def read_on(source: InputSource, state: IteratorState, count: int) -> Iterator[Any]:
+    """Read ``count`` batches, after which a pass is where ``state`` says; return those that follow.
+
+    Raises:
+        InputError: the last of them is not the one that was used last, or more batches than these have been read.
+    """
+    if count < 0:
+        raise InputError(
+            f"The {source.name} has been read beyond the position of the checkpoint, by {-count} batches, and cannot go back. Fix: make a new one."
+        )
+    if not count:
+        return source.batches()
+    batches = source.batches_from(count - 1)
+    check_same_batch(source.name, state, next(batches, None))
+    return batches
 
 
 PlaceBatch = Callable[[Any], Any]
@@ -138,6 +166,7 @@ class ResumableIterator:
         check: checks each batch before it is placed.
         start: state of this pass in an earlier process, from which it resumes.
         tracks_state: whether :meth:`get_state` will be called.
+        read_before: number of batches of ``start`` that this process has read already, of a source that does not begin again.
 
     Attributes:
         start: see above.
@@ -156,7 +185,9 @@ class ResumableIterator:
         check: BatchCheck | None = None,
         start: IteratorState | None = None,
         tracks_state: bool = False,
+        read_before: int = 0,
     ) -> None:
+        self._read_before = read_before
         self._source, self._place, self._depth, self._meter = source, place, depth, meter
         self._check, self.start, self._tracks_state = check, start, tracks_state
         self._number = start.batches if start else 0
@@ -263,8 +294,7 @@ class ResumableIterator:
         if self._source.restarts:
             restore_random_state(start.at_begin)
             self._source.restore_order(start.order)
-        batches = self._source.batches_from(start.batches - 1)
-        check_same_batch(self._source.name, start, next(batches, None))
+        batches = read_on(self._source, start, start.batches - self._read_before)
         restore_random_state(start.after)
         return batches
 

@@ -13,10 +13,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from multiprocessing.pool import AsyncResult, ThreadPool
 from operator import length_hint
 from types import FunctionType, GeneratorType, MethodType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import jax
 import keras
@@ -32,6 +34,33 @@ NON_NUMERIC_KINDS = "OSUTMm"  # kinds of NumPy arrays that no device holds: obje
 Pending = deque[Any]  # batches that were read from a generator and that no step has taken yet
 
 
+@dataclass
+class InputProgress:
+    """How far this process has used a data object, in all calls of ``fit`` and ``evaluate``.
+
+    Attributes:
+        hooks: number of its hooks at the beginning and end of epochs that have run.
+        batches: number of its batches that steps have taken, if it does not begin again.
+        unread: those of them that finished runs of an earlier process have taken, and this process has not read: states of passes, each
+            with the number of batches that are left.
+    """
+
+    hooks: int = 0
+    batches: int = 0
+    unread: deque[Any] = field(default_factory=deque)
+
+
+_progress: WeakKeyDictionary[Any, InputProgress] = WeakKeyDictionary()
+
+
+def _progress_of(data: Any) -> InputProgress:
+    """Return the progress of a data object; a new one if the object has no hash or no weak references."""
+    try:
+        return _progress.setdefault(data, InputProgress())
+    except TypeError:
+        return InputProgress()
+
+
 class InputSource:
     """Base class of the sources. Subclasses override what differs.
 
@@ -45,8 +74,9 @@ class InputSource:
     is_shared = True  # whether all processes of a job read the same input
     _shuffled: ShuffledData | None = None  # what it knows of the order in which its data are shuffled
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, data: Any = None) -> None:
         self.name = name
+        self.progress = InputProgress() if data is None else _progress_of(data)
 
     @property
     def num_batches(self) -> int | None:
@@ -232,8 +262,8 @@ class _UserCodeSource(InputSource):
 class _LeftoverSource(_UserCodeSource):
     """A source with leftovers: batches that were read and not used come first in the next pass."""
 
-    def __init__(self, name: str, pending: Pending) -> None:
-        super().__init__(name)
+    def __init__(self, name: str, data: Any, pending: Pending) -> None:
+        super().__init__(name, data)
         self._pending = pending
 
     def batches(self) -> Iterator[Any]:
@@ -260,7 +290,7 @@ class GeneratorSource(_LeftoverSource):
     restarts = False
 
     def __init__(self, generator: "GeneratorType[Any, None, None]", pending: Pending) -> None:
-        super().__init__(f"generator {generator.__name__!r}", pending)
+        super().__init__(f"generator {generator.__name__!r}", generator, pending)
         self._generator = generator
         self._yielded = bool(pending)
 
@@ -298,7 +328,7 @@ class DatasetSource(_UserCodeSource):
     can_seek = True
 
     def __init__(self, dataset: keras.utils.PyDataset, adapter: Any = None, shuffle: bool = False) -> None:
-        super().__init__(type(dataset).__name__)
+        super().__init__(type(dataset).__name__, dataset)
         kinds = type(dataset), keras.utils.PyDataset
         self.has_hooks = len({(kind.on_epoch_begin, kind.on_epoch_end) for kind in kinds}) > 1
         self._adapter, self._dataset, self._shuffle = adapter, dataset, shuffle
@@ -437,7 +467,7 @@ class IterableSource(_LeftoverSource):
     """
 
     def __init__(self, iterable: Iterable[Any]) -> None:
-        super().__init__(type(iterable).__name__, Pending())
+        super().__init__(type(iterable).__name__, iterable, Pending())
         self.restarts = not isinstance(iterable, Iterator)
         self._iterable = iterable
         self._shuffled: ShuffledData = ShuffledData(iterable, self.name)

@@ -610,3 +610,84 @@ def test_data_of_unknown_length_that_ends_with_an_epoch_begins_again_in_a_resume
 
     fit(2, 2, BackupAndRestore(tmp_path))
     assert fit(2, 2, BackupAndRestore(tmp_path, extend=True)) == fit(4, 4)
+
+
+class ShufflesByItself(Rows):
+    """Shuffles with a generator of its own, which only its hook changes."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.rng = np.random.default_rng(1)
+
+    def on_epoch_end(self):
+        self.rng.shuffle(self.order)
+
+
+def drawn_batches():
+    """Endless; draws from the global generator, and depends on the number of the batch."""
+    for number in itertools.count():
+        x = np.random.normal(size=(8, 3)).astype("float32") + np.float32(number)
+        yield x, x[:, :1]
+
+
+SEVERAL_CALLS = {
+    "hooks that draw": lambda: {"x": ShufflesAtTheEnd()},
+    "hooks with a generator": lambda: {"x": ShufflesByItself()},
+    "generator": lambda: {"x": drawn_batches(), "steps_per_epoch": 6},
+    "arrays in passes": lambda: {"x": Rows().x, "y": Rows().x[:, :1], "batch_size": 8, "steps_per_epoch": 4},
+}
+
+
+def after_calls(given, *calls, is_built=True):
+    """Weights after calls of ``fit`` over the same data; None if a step breaks one off.
+
+    Args:
+        given: the data.
+        *calls: for each the epochs, a BackupAndRestore or None, and a step to break it off or None.
+        is_built: whether the model has variables before; else Keras reads the first batch for its shapes.
+    """
+    keras.utils.set_random_seed(0)
+    with lockstep.MirroredStrategy(["cpu:0"], replicas=2).scope():
+        model = keras.Sequential([keras.Input((3,))] * is_built + [keras.layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(0.01), "mse")
+    for epochs, backup, stop in calls:
+        callbacks = [*([backup] if backup else []), *([BreakOff(stop)] if stop else [])]
+        try:
+            model.fit(**given, epochs=epochs, shuffle=False, verbose=0, callbacks=callbacks)
+        except BrokenOffError:
+            return None
+    return np.concatenate(model.get_weights(), axis=None).tobytes()
+
+
+@pytest.mark.parametrize("is_built", [True, False])
+@pytest.mark.parametrize(("stop", "save_freq"), [(1, 100), (3, 2), (7, 1)])
+@pytest.mark.parametrize("kind", [kind for kind in SEVERAL_CALLS if kind != "arrays in passes"])
+def test_a_second_call_is_resumed_on_data_that_the_first_has_used(kind, stop, save_freq, is_built, tmp_path):
+    def left(stop=None, backup=True):
+        callbacks = [BackupAndRestore(tmp_path / name, save_freq) if backup else None for name in "ab"]
+        return after_calls(SEVERAL_CALLS[kind](), (2, callbacks[0], None), (2, callbacks[1], stop), is_built=is_built)
+
+    assert left(stop) is None
+    assert left() == left(backup=False)
+
+
+@pytest.mark.parametrize("kind", SEVERAL_CALLS)
+def test_calls_with_one_directory_are_one_run_also_in_one_process(kind, tmp_path):
+    """As when a cell of a notebook is run again."""
+    backups = [BackupAndRestore(tmp_path, extend=True) for _ in range(3)]
+    several = after_calls(SEVERAL_CALLS[kind](), *((1, backup, None) for backup in backups))
+    assert several == after_calls(SEVERAL_CALLS[kind](), (3, None, None))
+
+
+def test_data_that_have_been_used_beyond_a_checkpoint_are_named(tmp_path, caplog):
+    given = SEVERAL_CALLS["generator"]()
+    assert after_calls(given, (2, BackupAndRestore(tmp_path, 2), 5)) is None
+    with pytest.raises(
+        lockstep.InputError, match=r"generator 'drawn_batches' has been read beyond the position .* by 1 batches"
+    ):
+        after_calls(given, (2, BackupAndRestore(tmp_path, 2), None))
+    rows = {"x": ShufflesByItself()}
+    assert after_calls(rows, (3, BackupAndRestore(tmp_path / "rows"), 14)) is None
+    caplog.set_level(logging.INFO, logger="lockstep")
+    after_calls(rows, (3, BackupAndRestore(tmp_path / "rows"), None))
+    assert "ShufflesByItself: its hooks at the beginning and end of epochs have run 1 times more" in caplog.text

@@ -320,8 +320,10 @@ class FitCheckpoint(StepHook):
         if resumed.data is None:
             return
         if resumed.is_over:
+            self._data.leave_as(resumed.data)
+            if self._validation and resumed.validation:
+                self._validation.leave_as(resumed.validation)
             restore_random_state(resumed.metadata["random"])
-            self._data.restore_order(resumed.data)
         else:
             self._resume_validation()
             self._data.set_state(resumed.data, resumed.position.batch)

@@ -403,6 +403,10 @@ def _has_fields(value: Any, *names: str) -> bool:
     return type(value) is dict and {*value, "order"} == {*names, "order"} and _or_none(_is_order)(value.get("order"))
 
 
+def _is_before(value: Any) -> bool:
+    return type(value) is list and len(value) == 2 and all(map(_is_count, value))
+
+
 def _is_position(value: Any) -> bool:
     if not _has_fields(value, "batches", "at_begin", "after", "digest"):
         return False
@@ -419,7 +423,9 @@ def _is_cache(value: Any) -> bool:
 
 
 def _is_input(value: Any) -> bool:
-    if not _has_fields(value, "position", "hooks", "cache"):
+    if type(value) is not dict or not _or_none(_is_before)(value.get("before")):
+        return False
+    if not _has_fields({name: each for name, each in value.items() if name != "before"}, "position", "hooks", "cache"):
         return False
     is_position = _or_none(_is_position)(value["position"]) and _or_none(_is_cache)(value["cache"])
     return is_position and _is_list_of(_is_hook)(value["hooks"])
@@ -457,6 +463,7 @@ _FIELDS = {
     "hooks": _Field('a list of "begin" or "end" with a state of random generators', _is_list_of(_is_hook)),
     "cache": _Field("null, or hooks, random and digest of a cache", _or_none(_is_cache), is_optional=True),
     "order": _Field("null, or the state of an order", _or_none(_is_order), is_optional=True),
+    "before": _Field("null, or numbers of hooks and of batches", _or_none(_is_before), is_optional=True),
     "validation": _Field("null, or position, hooks and cache of an input", _or_none(_is_input), is_optional=True),
     "random": _Field("a state of random generators", _is_random_state),
     "callbacks": _Field(
