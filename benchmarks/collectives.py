@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from results_file import write
 
 import lockstep
-from lockstep.collectives import ALGORITHMS, resolve_cross_device_ops
+from lockstep.collectives import ALGORITHMS, ops_from_argument
 from lockstep.collectives.cost_model import (
     FORMULAS,
     AllReduceMeasurement,
@@ -41,7 +41,7 @@ ACCELERATORS = Network(NetworkLink(5e-6, 1 / 200e9), NetworkLink(20e-6, 1 / 50e9
 def program(name, devices):
     """A compiled all-reduce of one vector, and how to lay a vector over the devices."""
     mesh, cut = Mesh(np.asarray(devices), ("device",)), PartitionSpec("device")
-    ops = resolve_cross_device_ops(name if name in ALGORITHMS else None)
+    ops = ops_from_argument(name if name in ALGORITHMS else None)
 
     def meet(pieces):
         if name == NOTHING:

@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import importlib.util
 import re
 import statistics
 from collections import Counter, defaultdict
@@ -106,3 +107,23 @@ def imported_at_the_top(path, modules):
             for alias in node.names:
                 whole = f"{node.module}.{alias.name}"
                 yield whole if whole in modules else node.module
+
+
+def test_programs_outside_of_the_package_import_what_is_there():
+    """Benchmarks run rarely, and would not show it."""
+    root = Path(__file__).parents[1]
+    missing = []
+    for path in [
+        *(root / "benchmarks").rglob("*.py"),
+        *(root / "examples").rglob("*.py"),
+        *(root / "docs").glob("*.py"),
+    ]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "lockstep":
+                module = importlib.import_module(node.module)
+                missing += [f"{path}: {node.module}.{each.name}" for each in node.names if not _has(module, each.name)]
+    assert not missing
+
+
+def _has(module, name):
+    return hasattr(module, name) or importlib.util.find_spec(f"{module.__name__}.{name}") is not None
