@@ -110,9 +110,8 @@ class KerasInput(trainer.DataAdapter):
         self._skips_hooks = False  # whether hooks that come before training begins have run in this process
         # Hooks of the data and batches before this call, in this process or in the one that is resumed.
         self._before = source.progress.hooks, source.progress.batches
-        self._read_before = self._counted = (
-            0  # of the batches since then: read before resuming; in ``progress`` already
-        )
+        self._read_before = 0  # number of batches of the resumed call that this process has read before
+        self._counted = 0  # number of batches of this call that ``progress`` has
 
     # What Keras calls.
 
@@ -394,15 +393,17 @@ class KerasInput(trainer.DataAdapter):
         self._source.progress.hooks += 1
 
     def _skip_hooks(self, count: int) -> None:
-        """Leave out hooks of the run that is resumed that have run on these data in this process."""
+        """Leave out hooks of the run that is resumed that have run on these data in this process; if more have run, repeat all."""
         more = count - len(self._earlier_hooks)
-        if more > 0 and self._source.has_hooks:
+        if (
+            more > 0 and self._source.has_hooks
+        ):  # Hooks that depend on the global generators alone set what they had set.
             self._settings.report(
                 f"{self.name}: its hooks at the beginning and end of epochs have run {more} times more in this process than before the "
                 "checkpoint, so its batches may be other ones. Fix: make a new one"
             )
-        self._skips_hooks = count > 0
-        self._earlier_hooks = self._earlier_hooks[max(0, count) :]
+        elif count > 0:
+            self._skips_hooks, self._earlier_hooks = True, self._earlier_hooks[count:]
 
     def _repeat_hooks(self) -> None:
         for hook in self._earlier_hooks:

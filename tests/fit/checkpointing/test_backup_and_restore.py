@@ -679,6 +679,18 @@ def test_calls_with_one_directory_are_one_run_also_in_one_process(kind, tmp_path
     assert several == after_calls(SEVERAL_CALLS[kind](), (3, None, None))
 
 
+class DrawsOrder(Rows):
+    def on_epoch_end(self):
+        self.order = np.random.permutation(48)
+
+
+def test_data_whose_hooks_set_all_anew_may_be_used_beyond_a_checkpoint(tmp_path):
+    rows = {"x": DrawsOrder()}
+    assert after_calls(rows, (3, BackupAndRestore(tmp_path), 14)) is None
+    resumed = after_calls(rows, (3, BackupAndRestore(tmp_path), None))
+    assert resumed == after_calls({"x": DrawsOrder()}, (3, None, None))
+
+
 def test_data_that_have_been_used_beyond_a_checkpoint_are_named(tmp_path, caplog):
     given = SEVERAL_CALLS["generator"]()
     assert after_calls(given, (2, BackupAndRestore(tmp_path, 2), 5)) is None
