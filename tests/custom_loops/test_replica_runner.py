@@ -562,6 +562,29 @@ def test_a_layer_that_needs_the_global_batch_needs_an_aggregation(compute, dtype
         kept_by_run(compute, dtype, aggregation, return_losses=True)
 
 
+class OfTwoRows(layers.Layer):
+    """Takes two rows only, and has a constant."""
+
+    def build(self, shape):
+        self.factor = self.add_weight(shape=(), initializer="ones", trainable=False)
+
+    def call(self, x, training=False):
+        return ops.reshape(x, (2, 3)) * self.factor
+
+
+def test_a_layer_whose_state_stays_needs_no_aggregation():
+    strategy = make(2)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((3,)), OfTwoRows()])
+    state = [variable.value for variable in model.non_trainable_variables]
+    x = np.ones((4, 3), "float32")
+
+    def step(state, x):
+        return model.stateless_call([], state, x, training=True)[1]
+
+    assert strategy.run(step, (state, one_batch(strategy, x))) == [1]
+
+
 class Adds(layers.Layer):
     """Adds losses with the functions for loops."""
 

@@ -29,7 +29,7 @@ from lockstep.custom_loops.per_replica import (
     value_of,
 )
 from lockstep.custom_loops.replica_runner import SyncPoint, sync
-from lockstep.execution.call_splitter import CannotSplitError, ModelCall, merges_with, state_merges
+from lockstep.execution.call_splitter import CannotSplitError, ModelCall, merges_with, reason_for_proof, state_merges
 from lockstep.execution.replica import StateMerge, with_replica_seeds
 from lockstep.execution.step_functions import is_in_step
 from lockstep.execution.step_loop import trace_context
@@ -329,7 +329,7 @@ class _CallOnReplica:
         replica = context.replica_id_in_sync_group
         found = [leaf.shape[0] for leaf in jax.tree.leaves((args, kwargs)) if is_array(leaf) and leaf.ndim]
         rows = next((length for length in found if length in context.lengths), found[0])  # Not that of a shared array.
-        merges = self._merges(context, trainable, non_trainable, (args, kwargs), rows)
+        merges, no_proof = self._merges(context, trainable, non_trainable, (args, kwargs), rows)
         own = with_replica_seeds(non_trainable, merges, replica)
         outputs, state, *losses = self.original(trainable, own, *args, **kwargs)
         if not rows:  # A mean over no rows is NaN, and so would be its gradient.
@@ -339,6 +339,12 @@ class _CallOnReplica:
         changed = [i for i, (new, old) in enumerate(zip(state, own, strict=True)) if new is not old]
         if not changed:
             return outputs, list(non_trainable), *losses
+        if no_proof and any(reason_for_proof(self.model, self.model.non_trainable_variables[i]) for i in changed):
+            raise ModelError(
+                f"strategy.run: model {self.model.name!r} keeps values that differ between replicas: {no_proof}. Fix: make the variable with "
+                "add_weight(…, aggregation='sum') or 'only_first_replica', or 'mean' for floating-point numbers; or use fit, which runs "
+                "such a model on the global batch."
+            )
         shares = [_share(jnp.asarray(state[i]), own[i], merges[i], replica, rows) for i in changed]
         *sums, total = context._sum_of_state([*shares, jnp.float32(rows)])
         merged = list(non_trainable)
@@ -348,10 +354,11 @@ class _CallOnReplica:
 
     def _merges(
         self, context: ReplicaContext, trainable: Any, non_trainable: Any, arguments: Any, rows: int
-    ) -> tuple[StateMerge, ...]:
-        """Return how the replicas' values of each non-trainable variable are merged."""
+    ) -> tuple[tuple[StateMerge, ...], str]:
+        """Return how the replicas' values of each non-trainable variable are merged, and why that is not proved; "" if it is."""
+        unproved = merges_with(self.model.non_trainable_variables, set())
         if context.num_replicas_in_sync == 1:
-            return merges_with(self.model.non_trainable_variables, set())
+            return unproved, ""
         args, kwargs = arguments
         has_losses = bool(kwargs.get("return_losses"))
         arguments = args, {name: value for name, value in kwargs.items() if name != "return_losses"}
@@ -360,13 +367,9 @@ class _CallOnReplica:
         try:
             # Outside of the replica; no compiled function may reuse the trace.
             with value_in_context(_context, None), trace_context(object()):
-                return state_merges(call)
+                return state_merges(call), ""
         except CannotSplitError as error:
-            raise ModelError(
-                f"strategy.run: model {self.model.name!r} keeps values that differ between replicas: {error}. Fix: make the variable with "
-                "add_weight(…, aggregation='sum') or 'only_first_replica', or 'mean' for floating-point numbers; or use fit, which runs "
-                "such a model on the global batch."
-            ) from error
+            return unproved, str(error)
 
 
 def _zero_of(tree: Any) -> jax.Array:

@@ -289,7 +289,7 @@ def state_merges(call: ModelCall) -> tuple[StateMerge, ...]:
     """
     variables = call.model.non_trainable_variables
     first: set[int] = set()
-    if any(_reason_for_proof(call.model, variable) for variable in variables):
+    if any(reason_for_proof(call.model, variable) for variable in variables):
         rows = max(call.rows, 2)
         with _explaining_size(call.rows, 2 * rows):
             whole = _trace(call, 2 * rows)
@@ -401,7 +401,7 @@ def _trace(call: ModelCall, rows: int) -> CallTrace:
         changed = [
             position for position, (new, old) in enumerate(zip(state, non_trainable, strict=True)) if new is not old
         ]
-        reasons = [_reason_for_proof(call.model, variables[position]) for position in changed]
+        reasons = [reason_for_proof(call.model, variables[position]) for position in changed]
         averaged = [
             _AveragedVariable(position, variables[position].path, reason)
             for position, reason in zip(changed, reasons, strict=True)
@@ -425,7 +425,7 @@ def _trace(call: ModelCall, rows: int) -> CallTrace:
     return CallTrace(trace, learned["form"], learned["averaged"], has_state, draws)
 
 
-def _reason_for_proof(model: keras.Model, variable: keras.Variable) -> str:
+def reason_for_proof(model: keras.Model, variable: keras.Variable) -> str:
     """Return why the mean over the replicas of a variable is right only if that is proved; "" if it is right by definition."""
     if lacks_aggregation(model, variable):
         return "has no aggregation"
