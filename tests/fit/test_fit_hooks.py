@@ -7,7 +7,7 @@ import pytest
 
 import lockstep
 from lockstep.callbacks import BackupAndRestore, NanGuard, ThroughputMonitor
-from lockstep.execution.step_loop import StepHook
+from lockstep.execution.step_hooks import StepHook
 from lockstep.fit.fit_hooks import FitHook, entered
 
 from .monitoring.runs import STEPS, built, fit

@@ -37,7 +37,8 @@ from lockstep.distributed.control.control_client import MAIN, ControlClient
 from lockstep.distributed.control.failure_detector import WorkerStatus
 from lockstep.distributed.control.transport import as_text
 from lockstep.execution.spmd import PerDeviceProgram, to_per_device
-from lockstep.execution.step_loop import STATE, StepHook
+from lockstep.execution.step_hooks import StepHook
+from lockstep.execution.step_loop import STATE
 
 _PLAIN = (int, float, str, bool, type(None))
 _WRITING = (keras.callbacks.CSVLogger, keras.callbacks.TensorBoard, keras.callbacks.RemoteMonitor)

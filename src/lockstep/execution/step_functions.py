@@ -42,7 +42,8 @@ from lockstep.execution.call_splitter import (
 from lockstep.execution.executors import EagerExecutor, Executor, SpmdExecutor
 from lockstep.execution.nonfinite_gate import GatedStep
 from lockstep.execution.spmd import SpmdForward
-from lockstep.execution.step_loop import KerasStep, StepHook, StepLoop, StepPrograms, first_result
+from lockstep.execution.step_hooks import KerasStep, StepHook
+from lockstep.execution.step_loop import StepLoop, StepPrograms, first_result
 from lockstep.execution.train_state import dispatch_lock
 
 _in_step = ContextVar("_in_step", default=False)

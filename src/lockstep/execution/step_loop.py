@@ -17,6 +17,7 @@ import keras
 from lockstep._keras import trainer
 from lockstep.data.keras_adapter import next_batch
 from lockstep.execution.nonfinite_gate import GatedStep
+from lockstep.execution.step_hooks import KerasStep, StepHook
 from lockstep.execution.train_state import state_lists
 
 STATE = {
@@ -25,56 +26,11 @@ STATE = {
     "predict": ("trainable_variables", "non_trainable_variables"),
 }
 
-KerasStep = Callable[[Any, Any], tuple[Any, Any]]  # (state, data) -> (logs or outputs, state)
 MultiStep = Callable[[Any, tuple[Any, ...]], tuple[Any, Any]]  # (state, data of each step) -> (last logs, state)
 
 # JAX caches traces of compiled functions, and these may ask for the strategy or the replica. This context is part of the cache's key:
 # the number of replicas in a scope, the trace of one replica in ``run``, and None in a step, as without a strategy.
 trace_context = jax.make_user_context(None)
-
-
-class StepHook:
-    """Methods that :class:`StepFunctions` calls around each step of a model, in the thread that starts it. The base class does nothing.
-
-    Methods named ``on_…`` are called in the order of ``StepFunctions.hooks``. Methods that may return a replacement are called in the
-    reverse order, as the last hook is nearest to the step, until one does not return None.
-    """
-
-    def replayed_logs(self) -> Any:
-        """Return the logs of a training step that an earlier process has done, to skip the step; None: do the step.
-
-        Raises:
-            StopIteration: the earlier process has found the end of the input here.
-        """
-        return None
-
-    def on_fetch(self) -> None:
-        """Called before the next batch is fetched from the input."""
-
-    def on_step_start(self, model: keras.Model, kind: str, batch: Any) -> None:
-        """Called before a step of ``kind`` ("train", "test" or "predict") is started, or compiled first."""
-
-    def replaced_step(self, gated_step: Callable[[], GatedStep]) -> KerasStep | None:
-        """Return a function that does the next training step in place of the compiled step; None: keep the compiled step.
-
-        Args:
-            gated_step: returns the compiled step with a :class:`NonFiniteGate`, and compiles it when it is first called.
-        """
-        return None
-
-    def on_step_end(self, model: keras.Model, kind: str, state: Any, logs: Any) -> None:
-        """Called after a step was started; ``state`` and ``logs`` (or outputs) are its results, which may not be computed yet."""
-
-    def on_pause(self) -> None:
-        """Called before other work than a step, which may take as long as compiling does."""
-
-    def allows_checkpoint(self) -> bool:
-        """Return whether a checkpoint may be written now."""
-        return True
-
-    def newest_state(self) -> Any:
-        """Return the newest training state if other processes hold it, else None; called before a checkpoint."""
-        return None
 
 
 @dataclass(frozen=True)

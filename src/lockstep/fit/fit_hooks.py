@@ -1,6 +1,6 @@
 """Hooks around a call of ``fit``: what a hook is, what it is given, and how several are entered.
 
-Hooks around a step, and the order within a step, are in ``execution/step_loop``.
+Hooks around a step are in ``execution/step_hooks``, and the order within a step in ``execution/step_loop``.
 
 Each strategy lists its hooks in one tuple, ``Strategy._fit_hooks``, with the reason for their order. A callback of ``fit`` that has a
 method ``around_fit`` is a hook, too (:class:`CallbackHooks`); ``docs/extending.md`` has an example.

@@ -18,7 +18,7 @@ from lockstep._errors import NonFiniteError, OptionError, one_of, outside_of_str
 from lockstep._keras import trainer
 from lockstep.execution.nonfinite_gate import GatedStep
 from lockstep.execution.step_functions import StepFunctions
-from lockstep.execution.step_loop import StepHook
+from lockstep.execution.step_hooks import StepHook
 from lockstep.fit.checkpointing.model_state import KINDS, variables_of
 from lockstep.fit.fit_hooks import FitContext, single_callback
 from lockstep.fit.nan_diagnosis import Diagnosis, describe_nonfinite, diagnose

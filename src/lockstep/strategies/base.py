@@ -25,7 +25,8 @@ from lockstep.devices.xla_flags import describe_determinism
 from lockstep.doctor.checks import FitChecks
 from lockstep.execution.executors import DeterministicExecutor, Executor, SpmdExecutor
 from lockstep.execution.step_functions import StepFunctions, in_step
-from lockstep.execution.step_loop import StepHook, trace_context
+from lockstep.execution.step_hooks import StepHook
+from lockstep.execution.step_loop import trace_context
 from lockstep.execution.variable_shards import ModelLayout, layout_notes, layout_of
 from lockstep.fit.checkpointing.checkpoint_hook import CheckpointHook
 from lockstep.fit.checkpointing.loop_checkpoint import Checkpoint

@@ -37,7 +37,7 @@ from lockstep.distributed.resolvers import (
     notes_if_alone,
     resolve,
 )
-from lockstep.execution.step_loop import StepHook
+from lockstep.execution.step_hooks import StepHook
 from lockstep.execution.variable_shards import Recompute
 from lockstep.strategies.base import Strategy
 from lockstep.strategies.setup import (

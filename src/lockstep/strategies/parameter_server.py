@@ -21,7 +21,7 @@ from lockstep.distributed.control.termination import ExitGuard
 from lockstep.distributed.process_group import describe_process, disable_saving
 from lockstep.distributed.resolvers import ClusterResolver, check_resolver, resolve
 from lockstep.execution.nonfinite_gate import GatedStep
-from lockstep.execution.step_loop import StepHook
+from lockstep.execution.step_hooks import StepHook
 from lockstep.fit.fit_hooks import FitContext, single_callback
 from lockstep.fit.nan_guard import NanGuard
 from lockstep.parameter_server.cluster_coordinator import SchedulingStrategy

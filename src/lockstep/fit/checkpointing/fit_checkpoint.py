@@ -27,7 +27,7 @@ from lockstep.data.resumable_iterator import InputState
 from lockstep.doctor.base import FitCall, doctor_enabled
 from lockstep.doctor.data_checks import FitRecord, check_changed_batch, fit_record, learning_rate_of
 from lockstep.execution.step_functions import StepFunctions
-from lockstep.execution.step_loop import StepHook
+from lockstep.execution.step_hooks import StepHook
 from lockstep.fit.checkpointing.backup_and_restore import BackupAndRestore
 from lockstep.fit.checkpointing.model_state import (
     MetadataCheck,

@@ -28,7 +28,7 @@ from lockstep.checkpoint.files import STATUS
 from lockstep.data.fit_entry import ProcessGroup, callbacks_in
 from lockstep.data.prefetch import WaitMeter
 from lockstep.distributed.control.failure_detector import WorkerStatus
-from lockstep.execution.step_loop import StepHook
+from lockstep.execution.step_hooks import StepHook
 from lockstep.fit.checkpointing.backup_and_restore import BackupAndRestore
 from lockstep.fit.fit_hooks import FitContext, single_callback
 from lockstep.fit.monitoring.step_timer import (

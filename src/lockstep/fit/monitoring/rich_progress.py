@@ -14,7 +14,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from lockstep.execution.step_loop import StepHook
+from lockstep.execution.step_hooks import StepHook
 from lockstep.fit.monitoring.step_timer import NAMES, Attachment, FitProgress, MonitorCallback, StepTimer, TimerReading
 
 _PER_SECOND = 4  # refreshes; each fetches some numbers from a device

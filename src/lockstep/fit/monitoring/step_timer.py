@@ -26,7 +26,7 @@ from lockstep.devices.placement import is_rows, placement_on
 from lockstep.execution.executors import EagerExecutor
 from lockstep.execution.jaxpr_utils import operations_of_products
 from lockstep.execution.step_functions import StepFunctions
-from lockstep.execution.step_loop import StepHook
+from lockstep.execution.step_hooks import StepHook
 
 # Floating-point operations a second of one device of JAX, dense, in the fastest format that training uses with 16 bits. The first that is part of
 # ``device_kind`` counts. NVIDIA: data sheets of the boards (https://www.nvidia.com/en-us/data-center/), without sparsity. TPU:

@@ -23,7 +23,7 @@ import numpy as np
 from lockstep._atomic_files import open_own, open_to_read
 from lockstep._errors import OptionError, file_path, flag, shown, summary_of, whole_number
 from lockstep._keras import trainer
-from lockstep.execution.step_loop import StepHook
+from lockstep.execution.step_hooks import StepHook
 from lockstep.fit.monitoring.step_timer import NAMES, Attachment, MonitorCallback, StepTimer
 
 BUCKETS = 30  # of a histogram, as in TensorFlow
