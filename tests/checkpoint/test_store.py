@@ -336,7 +336,7 @@ def test_one_that_goes_while_it_is_read_is_no_damage(tmp_path, monkeypatch):
             store.write(2, small(2))
         return parts_of(path, manifest)
 
-    monkeypatch.setattr(format, "parts_of", overtaken)
+    monkeypatch.setattr(files, "parts_of", overtaken)
     assert CheckpointStore(tmp_path, log=silent).newest().step == 2
 
 
