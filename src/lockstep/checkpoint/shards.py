@@ -2,6 +2,7 @@
 
 If each process writes its shards, the directory of a checkpoint has directories ``part-0``, ``part-1``, … with the files of a checkpoint
 each. The arrays of a part are shards, and its metadata has, for each, the name and shape of the whole array and the first place in it.
+``ShardedStore`` puts the parts into one checkpoint, and ``StoredArrays`` reads whole arrays.
 """
 
 import math

@@ -1,7 +1,8 @@
 """Placement of batches: arrays on the host become sharded arrays on the devices, each row on the device of its replica.
 
 Shards are padded to equal lengths. Model inputs are always sharded. Targets and weights are usually small, and the loss is
-computed on the whole batch; up to ``REPLICATE_BELOW`` bytes they are replicated, which saves a collective.
+computed on the whole batch; up to ``REPLICATE_BELOW`` bytes they are replicated, which saves a collective. New variables are laid over
+the devices by ``_keras/sharded_variable``.
 """
 
 import itertools

@@ -1,6 +1,7 @@
 """One call of ``fit``, ``evaluate`` or ``predict`` on all workers: they agree on the call and on each batch; only the chief prints.
 
 Values that must be equal on all workers are compared: versions and script, random state, the model, and its variables every few steps.
+Workers wait for each other in ``control/control_client``; the limits are ``Limits`` of ``control/failure_detector``.
 """
 
 import hashlib

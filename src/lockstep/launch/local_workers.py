@@ -1,6 +1,7 @@
 """All processes of this node in one generation, from their start to the exit of the last one: signals, failures and time limits.
 
-Also the restart policy: the budget and backoff of restarts, and which lost workers a job tolerates and restarts alone.
+Also the restart policy: the budget and backoff of restarts, and which lost workers a job tolerates and restarts alone. One process is
+started in ``worker_process``, with the environment that ``supervisor`` gives it.
 """
 
 import signal

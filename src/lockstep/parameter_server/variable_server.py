@@ -1,4 +1,4 @@
-"""A variable server: the requests that it answers, and its process."""
+"""A variable server: the requests that it answers, and its process. ``variable_store`` applies the optimizer."""
 
 import os
 import socket
