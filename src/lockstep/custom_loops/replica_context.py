@@ -322,16 +322,21 @@ class _CallOnReplica:
         """Return the call for a replica, which may be nested in a merge call of another one."""
         return call if isinstance(call, cls) else cls(model, call)
 
-    def __call__(self, trainable: Any, non_trainable: Any, *args: Any, **kwargs: Any) -> Any:
+    def __call__(
+        self, trainable: Any, non_trainable: Any, *args: Any, return_losses: bool = False, **kwargs: Any
+    ) -> Any:
         """See ``keras.Layer.stateless_call``."""
+        original = partial(self.original, return_losses=return_losses)
         if (context := current_replica()) is None:  # In a merge call, or in another thread.
-            return self.original(trainable, non_trainable, *args, **kwargs)
+            return original(trainable, non_trainable, *args, **kwargs)
         replica = context.replica_id_in_sync_group
         found = [leaf.shape[0] for leaf in jax.tree.leaves((args, kwargs)) if is_array(leaf) and leaf.ndim]
         rows = next((length for length in found if length in context.lengths), found[0])  # Not that of a shared array.
-        merges, no_proof = self._merges(context, trainable, non_trainable, (args, kwargs), rows)
+        values = list(trainable), list(non_trainable)
+        call = ModelCall.from_arguments(self.model, self.original, *values, (args, kwargs), return_losses, rows)
+        merges, no_proof = self._merges(context, call)
         own = with_replica_seeds(non_trainable, merges, replica)
-        outputs, state, *losses = self.original(trainable, own, *args, **kwargs)
+        outputs, state, *losses = original(trainable, own, *args, **kwargs)
         if not rows:  # A mean over no rows is NaN, and so would be its gradient.
             zero = _zero_of((trainable, args, kwargs))
             outputs = jax.tree.map(lambda leaf: copy_keras_mask(leaf, _constant(leaf, zero)), outputs)
@@ -352,18 +357,11 @@ class _CallOnReplica:
             merged[position] = _merged(value, non_trainable[position], merges[position], total)
         return outputs, merged, *losses
 
-    def _merges(
-        self, context: ReplicaContext, trainable: Any, non_trainable: Any, arguments: Any, rows: int
-    ) -> tuple[tuple[StateMerge, ...], str]:
+    def _merges(self, context: ReplicaContext, call: ModelCall) -> tuple[tuple[StateMerge, ...], str]:
         """Return how the replicas' values of each non-trainable variable are merged, and why that is not proved; "" if it is."""
         unproved = merges_with(self.model.non_trainable_variables, set())
         if context.num_replicas_in_sync == 1:
             return unproved, ""
-        args, kwargs = arguments
-        has_losses = bool(kwargs.get("return_losses"))
-        arguments = args, {name: value for name, value in kwargs.items() if name != "return_losses"}
-        values = list(trainable), list(non_trainable)
-        call = ModelCall.from_arguments(self.model, self.original, *values, arguments, has_losses, rows)
         try:
             # Outside of the replica; no compiled function may reuse the trace.
             with value_in_context(_context, None), trace_context(object()):

@@ -111,7 +111,6 @@ class KerasInput(trainer.DataAdapter):
         # Hooks of the data and batches before this call, in this process or in the one that is resumed.
         self._before = source.progress.hooks, source.progress.batches
         self._read_before = 0  # number of batches of the resumed call that this process has read before
-        self._counted = 0  # number of batches of this call that ``progress`` has
 
     # What Keras calls.
 
@@ -413,12 +412,15 @@ class KerasInput(trainer.DataAdapter):
 
     def _count(self, taken: int) -> None:
         """Note how many batches were taken since ``self._before``."""
-        self._source.progress.batches = self._before[1] + max(taken, self._counted)
-        self._counted = max(taken, self._counted)
+        progress = self._source.progress
+        progress.batches = max(progress.batches, self._before[1] + taken)
 
     def _read_unread(self) -> None:
         """Read what finished runs of an earlier process have taken of these data; the random state is left as it is."""
-        present, unread = capture_random_state(), self._source.progress.unread
+        unread = self._source.progress.unread
+        if not unread:
+            return
+        present = capture_random_state()
         while unread:
             state = unread.popleft()
             restore_random_state(state.at_begin)

@@ -303,7 +303,7 @@ class WorkerProcess:
 def _open_unnamed_file() -> io.FileIO:
     if sys.platform == "linux":  # Also where no directory is writable.
         return io.FileIO(os.memfd_create("lockstep"), "r+")
-    return io.FileIO(os.dup(tempfile.TemporaryFile().fileno()), "r+")
+    return tempfile.TemporaryFile(buffering=0)
 
 
 @contextlib.contextmanager
