@@ -154,6 +154,60 @@ def test_an_error_for_lack_of_memory_says_what_to_do(strategy):
     np.testing.assert_array_equal(model.get_weights()[0], before[0])
 
 
+class FailsLater(keras.layers.Layer):
+    """Fails when the step runs, after it was started: the step waits for the kernel before it."""
+
+    def call(self, x):
+        def host(x):
+            if is_failing:
+                raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 6.13GiB.")
+            return np.asarray(x)
+
+        shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        return x + 0 * jax.pure_callback(host, shape, jax.lax.stop_gradient(x), vmap_method="sequential")
+
+
+is_failing = False
+
+
+@jax.jit
+def slowly(kernel):
+    matrix = jax.lax.fori_loop(
+        0, 200, lambda _, matrix: matrix @ matrix / 500, jax.numpy.ones((500, 500)) + kernel[0, 0]
+    )
+    return kernel + 0 * matrix[0, 0]
+
+
+X_ONES, Y_ONES = np.ones((4, 2)), np.ones((4, 1))
+
+
+@pytest.mark.filterwarnings("ignore:Your input ran out of data")  # Keras, of each generator
+@pytest.mark.parametrize(
+    ("call", "is_lost"),
+    [
+        (lambda model: model.fit(X_ONES, Y_ONES, verbose=0), True),
+        (lambda model: model.fit((batch for batch in [(X_ONES, Y_ONES)]), verbose=0), True),
+        (lambda model: model.evaluate(X_ONES, Y_ONES, verbose=0), False),
+        (lambda model: model.train_on_batch(X_ONES, Y_ONES), True),
+    ],
+    ids=["fit", "fit of a generator", "evaluate", "train_on_batch"],
+)
+def test_a_step_that_fails_on_its_device_after_it_was_started_is_heard_of(call, is_lost, monkeypatch):
+    """Keras alone makes numbers of the logs, and drops the error of those that it can't make."""
+    with lockstep.MirroredStrategy(["cpu:0"], replicas=2).scope():
+        model = keras.Sequential([keras.Input((2,)), layers.Dense(2), FailsLater(), layers.Dense(1)])
+        model.compile("sgd", "mse")
+    call(model)
+    slowly(model.layers[0].kernel.value)
+    monkeypatch.setitem(globals(), "is_failing", True)
+    model.layers[0].kernel.assign(slowly(model.layers[0].kernel.value))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="6\\.13GiB") as caught:
+        call(model)
+    notes = " ".join(caught.value.__notes__)
+    assert "Fix: a smaller batch_size" in notes
+    assert ("values of the model's variables are lost" in notes) == is_lost
+
+
 def two_devices():
     return lockstep.MirroredStrategy(["cpu:0", "cpu:1"]).scope()
 

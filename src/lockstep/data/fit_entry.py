@@ -168,7 +168,7 @@ class FitEntry:
         placement: devices and number of replicas.
         options: the user's options.
         process_group: the processes of the job.
-        around_fit: returns a context that is open during a call of fit, given the model and the arguments.
+        around_call: returns a context that is open during a call, given the model, the name of the method and the arguments.
         observe_fit: observes each call of fit.
     """
 
@@ -177,11 +177,11 @@ class FitEntry:
         placement: Placement,
         options: InputOptions,
         process_group: ProcessGroup,
-        around_fit: Callable[[keras.Model, dict[str, Any]], AbstractContextManager[None]],
+        around_call: Callable[[keras.Model, str, dict[str, Any]], AbstractContextManager[None]],
         observe_fit: ObserveFit,
     ) -> None:
         self._placement, self._options, self._process_group = placement, options, process_group
-        self._around_fit, self._observe_fit = around_fit, observe_fit
+        self._around_call, self._observe_fit = around_call, observe_fit
         # Batches that were read from a generator and not used, for the next call; they are dropped with the generator.
         self._pending: WeakKeyDictionary[Any, Pending] = WeakKeyDictionary()
 
@@ -194,7 +194,7 @@ class FitEntry:
         """
         for name in _ON_BATCH:
             if not trainer.has_own(model, name):
-                install(FIT_INPUT, [(model, name, _checked_on_batch(model, name, self._process_group))])
+                install(FIT_INPUT, [(model, name, self._checked_on_batch(model, name))])
         for name in _STEPS:
             method = self._wrap(model, name, report)
             if trainer.has_own(model, name):
@@ -244,11 +244,26 @@ class FitEntry:
             stack.enter_context(self._process_group.surround_call(model, name, given, batch_size))
 
             def proceed() -> Any:
-                around = self._around_fit(model, given) if name == "fit" else nullcontext()
-                with around, _explained_without_batches(name, opened):
+                with self._around_call(model, name, given), _explained_without_batches(name, opened):
                     return original(*call.args, **call.kwargs)
 
             return self._process_group.run_call(model, name, given, proceed)
+
+    def _checked_on_batch(self, model: keras.Model, name: str) -> Callable[..., Any]:
+        """Return a method for one batch that first checks its data."""
+        original = getattr(type(model), name)
+        signature = inspect.signature(original)
+
+        @functools.wraps(original)
+        def method(*args: Any, **kwargs: Any) -> Any:
+            call = signature.bind(model, *args, **kwargs)
+            check_call(name, call.arguments)
+            with self._around_call(model, name, call.arguments):
+                result = original(*call.args, **call.kwargs)
+            self._process_group.end_steps()
+            return result
+
+        return method
 
     def _open_inputs(
         self, model: keras.Model, name: str, given: dict[str, Any], report: Report, stack: ExitStack
@@ -364,22 +379,6 @@ class FitEntry:
         whole = next(make_source(*data, **everything).batches())
         numbers = np.arange(count_rows(whole))
         return DeviceSource(make_source(numbers, **given | {"class_weight": None}), whole, self._placement)
-
-
-def _checked_on_batch(model: keras.Model, name: str, group: ProcessGroup) -> Callable[..., Any]:
-    """Return a method for one batch that first checks its data."""
-    original = getattr(type(model), name)
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def method(*args: Any, **kwargs: Any) -> Any:
-        call = signature.bind(model, *args, **kwargs)
-        check_call(name, call.arguments)
-        result = original(*call.args, **call.kwargs)
-        group.end_steps()
-        return result
-
-    return method
 
 
 _COUNTS = ("batch_size", "validation_batch_size", "steps_per_epoch", "steps", "validation_steps")

@@ -43,7 +43,7 @@ from lockstep.execution.executors import EagerExecutor, Executor, SpmdExecutor
 from lockstep.execution.nonfinite_gate import GatedStep
 from lockstep.execution.spmd import SpmdForward
 from lockstep.execution.step_hooks import KerasStep, StepHook
-from lockstep.execution.step_loop import StepLoop, StepPrograms, first_result
+from lockstep.execution.step_loop import STATE, StepLoop, StepPrograms, first_result
 from lockstep.execution.train_state import dispatch_lock
 
 _in_step = ContextVar("_in_step", default=False)
@@ -110,7 +110,14 @@ class StepFunctions:
     def make(self, kind: str) -> StepLoop:
         """Return the function for ``kind`` ("train", "test" or "predict") of the model as it is compiled now."""
         gated, multi_step = functools.cache(self._compile_gated_step), functools.cache(self._compile_multi_step)
-        return StepLoop(self.model, kind, StepPrograms(self._compile_step(kind), gated, multi_step), lambda: self.hooks)
+        programs = StepPrograms(self._compile_step(kind), gated, multi_step)
+        return StepLoop(self.model, kind, programs, lambda: self.hooks)
+
+    def wait(self) -> None:
+        """Wait for the steps that were started, and raise the error of one that failed: see :meth:`StepLoop.wait`."""
+        for kind in STATE:
+            if isinstance(function := getattr(self.model, f"{kind}_function"), StepLoop):
+                function.wait()
 
     def _compile_step(self, kind: str) -> KerasStep:
         executor = self._select_executor()

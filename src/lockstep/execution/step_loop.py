@@ -18,7 +18,7 @@ from lockstep._keras import trainer
 from lockstep.data.keras_adapter import next_batch
 from lockstep.execution.nonfinite_gate import GatedStep
 from lockstep.execution.step_hooks import KerasStep, StepHook
-from lockstep.execution.train_state import state_lists
+from lockstep.execution.train_state import are_lost, state_lists
 
 STATE = {
     "train": ("trainable_variables", "non_trainable_variables", "optimizer_variables", "metrics_variables"),
@@ -95,10 +95,21 @@ class StepLoop:
                     hook.on_step_end(self._model, self._kind, state, self._last)
                 results.append(self._last)
         except BaseException as error:
-            _explain_memory(error)
             trainer.write_back_values(self._model, STATE[self._kind], state)
+            if not isinstance(error, StopIteration):
+                self._last = None
+                _explain(error, state)
             raise
         return (_concatenated(results) if self._kind == "predict" else self._last), state
+
+    def wait(self) -> None:
+        """Wait for the last step, and raise its error if it failed on its device. Keras drops such an error: it makes numbers of logs if it can."""
+        last, self._last = self._last, None
+        try:
+            jax.block_until_ready(last)
+        except Exception as error:
+            _explain(error, [variable.value for variable in self._model.variables])
+            raise
 
     def _multi_step(self) -> MultiStep | None:
         """Return the program for all training steps of a call, if there is one and no hook has to see each step."""
@@ -176,12 +187,19 @@ def first_result(calls: Iterable[Callable[[], Any]]) -> Any:
     return None
 
 
-def _explain_memory(error: BaseException) -> None:
-    """Add to an error what to do, if it says that a device has no memory."""
-    if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error):
+def _explain(error: BaseException, values: Any) -> None:
+    """Add to the error of a step what to do, if its device had no memory, or if it took the values of the model's variables with it."""
+    if not isinstance(error, jax.errors.JaxRuntimeError):
+        return
+    if "RESOURCE_EXHAUSTED" in str(error):
         error.add_note(
             "lockstep: a device ran out of memory in this step. Fix: a smaller batch_size, which lockstep.batch_size_finder finds; on "
             'several devices also shard="variables", with recompute="blocks".'
+        )
+    if are_lost(values):
+        error.add_note(
+            "lockstep: the step had begun, so the values of the model's variables are lost. Fix: build the model again and load a "
+            "checkpoint, which lockstep.callbacks.BackupAndRestore writes and restores."
         )
 
 

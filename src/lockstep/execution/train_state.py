@@ -115,6 +115,18 @@ def without_aliases(state: Any) -> tuple[Any, ...]:
     return jax.tree.map(own, tuple(state))
 
 
+def are_lost(values: Any) -> bool:
+    """Return whether arrays were donated to a step, or are results of one that failed; waits for them."""
+    arrays = [leaf for leaf in jax.tree.leaves(values) if isinstance(leaf, jax.Array)]
+    if any(array.is_deleted() for array in arrays):
+        return True
+    try:
+        jax.block_until_ready(arrays)
+    except jax.errors.JaxRuntimeError:
+        return True
+    return False
+
+
 def state_changes(old: Any, new: Any) -> list[list[Any]]:
     """Return the new values, with None for each that is the old one."""
     return [

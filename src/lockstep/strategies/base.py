@@ -185,7 +185,7 @@ class Strategy(Diagnostics):
         self._process_group = self._join_process_group()
         checks = FitChecks(self._runtime_settings(), self._log_once)
         self._fit_entry = FitEntry(
-            self._placement, self._input_options, self._process_group, self._around_fit, checks.observe_fit
+            self._placement, self._input_options, self._process_group, self._around_call, checks.observe_fit
         )
         self._log(self._summary())
 
@@ -365,9 +365,17 @@ class Strategy(Diagnostics):
         """What is called around every step of all models of the strategy, in and outside ``fit``."""
         return ()
 
-    def _around_fit(self, model: keras.Model, arguments: dict[str, Any]) -> contextlib.AbstractContextManager[None]:
-        setup = {"replicas": self.num_replicas_in_sync, "deterministic": self.deterministic}
+    @contextlib.contextmanager
+    def _around_call(self, model: keras.Model, name: str, arguments: dict[str, Any]) -> Iterator[None]:
         functions = self._functions_of(model)
+        with self._around_fit(model, functions, arguments) if name == "fit" else contextlib.nullcontext():
+            yield
+            functions.wait()
+
+    def _around_fit(
+        self, model: keras.Model, functions: StepFunctions, arguments: dict[str, Any]
+    ) -> contextlib.AbstractContextManager[None]:
+        setup = {"replicas": self.num_replicas_in_sync, "deterministic": self.deterministic}
         context = FitContext(model, arguments, functions, self._placement, self._process_group, setup, self._log)
         return entered(self._fit_hooks, context)
 

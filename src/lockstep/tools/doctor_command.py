@@ -125,7 +125,7 @@ def _on_one_device(program: FitCall) -> Report:
     device = jax.local_devices()[0]
     placement = placement_on([device], 1)
 
-    def no_context(model: keras.Model, arguments: dict[str, Any]) -> AbstractContextManager[None]:
+    def no_context(model: keras.Model, name: str, arguments: dict[str, Any]) -> AbstractContextManager[None]:
         return nullcontext()
 
     executor = SpmdExecutor(placement, AutoAllReduce())
