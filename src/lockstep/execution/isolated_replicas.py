@@ -409,7 +409,7 @@ class ReplicaProgram:
         self.forward = PerDeviceProgram(self._forward, placement)
         self.backward = PerDeviceProgram(self._backward, placement)
 
-    @property
+    @cached_property
     def residuals(self) -> list[Shape]:
         """Shapes of what the forward pass stores for the backward pass, besides the outputs."""
         avals: list[Any] = [var.aval for var in self._kept]

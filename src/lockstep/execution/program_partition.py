@@ -128,14 +128,14 @@ class _PartitionedStep:
 
     def _collect_results(self, values: dict[Var, Any]) -> list[Any]:
         """Return the results, each a separate array, because the next step may donate its state."""
-        found = []
+        found, replicated = [], self._placement.replicated
         returned: set[Any] = set(self._constants)
         for atom in self._results:
             if isinstance(atom, Literal):
                 found.append(self._placement.put(atom.val))
                 continue
             value = self._join(values[atom]) if is_rows(values[atom]) else values[atom]
-            array = replicated_array(value, self._placement.replicated) if isinstance(value, PerDevice) else value
+            array = replicated_array(value, replicated) if isinstance(value, PerDevice) else value
             found.append(jax.numpy.copy(array) if atom in returned else array)
             returned.add(atom)
         return found
