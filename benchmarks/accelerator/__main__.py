@@ -154,9 +154,11 @@ def versions():
 
 
 def commit():
-    """Return the commit of the sources, if this is a checkout."""
+    """Return the commit of the sources: $LOCKSTEP_COMMIT where they are a copy of it, else that of this checkout."""
+    if given := os.environ.get("LOCKSTEP_COMMIT"):
+        return given[:12]
     done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
-    return done.stdout.strip()[:12] or os.environ.get("LOCKSTEP_COMMIT", "unknown")
+    return done.stdout.strip()[:12] or "unknown"
 
 
 def page(records):
