@@ -208,6 +208,19 @@ def test_a_step_that_fails_on_its_device_after_it_was_started_is_heard_of(call, 
     assert ("values of the model's variables are lost" in notes) == is_lost
 
 
+@pytest.mark.parametrize("strategy", [{}, {"deterministic": True}])
+def test_a_later_step_that_fails_says_that_the_values_are_lost(strategy, monkeypatch):
+    with lockstep.MirroredStrategy(["cpu:0"], replicas=2, **strategy).scope():
+        model = keras.Sequential([keras.Input((2,)), layers.Dense(2), FailsLater(), layers.Dense(1)])
+        model.compile("sgd", "mse")
+    fail = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda *_, **__: monkeypatch.setitem(globals(), "is_failing", True)
+    )
+    with pytest.raises(Exception, match="6\\.13GiB") as caught:
+        model.fit(np.ones((12, 2)), np.ones((12, 1)), batch_size=4, callbacks=[fail], verbose=0)
+    assert "values of the model's variables are lost" in " ".join(caught.value.__notes__)
+
+
 def two_devices():
     return lockstep.MirroredStrategy(["cpu:0", "cpu:1"]).scope()
 

@@ -95,10 +95,11 @@ class StepLoop:
                     hook.on_step_end(self._model, self._kind, state, self._last)
                 results.append(self._last)
         except BaseException as error:
-            trainer.write_back_values(self._model, STATE[self._kind], state)
+            values = state_lists(state)
+            trainer.write_back_values(self._model, STATE[self._kind], values)
             if not isinstance(error, StopIteration):
                 self._last = None
-                _explain(error, state)
+                _explain(error, values)
             raise
         return (_concatenated(results) if self._kind == "predict" else self._last), state
 
@@ -189,14 +190,12 @@ def first_result(calls: Iterable[Callable[[], Any]]) -> Any:
 
 def _explain(error: BaseException, values: Any) -> None:
     """Add to the error of a step what to do, if its device had no memory, or if it took the values of the model's variables with it."""
-    if not isinstance(error, jax.errors.JaxRuntimeError):
-        return
-    if "RESOURCE_EXHAUSTED" in str(error):
+    if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error):
         error.add_note(
             "lockstep: a device ran out of memory in this step. Fix: a smaller batch_size, which lockstep.batch_size_finder finds; on "
             'several devices also shard="variables", with recompute="blocks".'
         )
-    if are_lost(values):
+    if isinstance(error, Exception) and are_lost(values):
         error.add_note(
             "lockstep: the step had begun, so the values of the model's variables are lost. Fix: build the model again and load a "
             "checkpoint, which lockstep.callbacks.BackupAndRestore writes and restores."
