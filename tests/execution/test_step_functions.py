@@ -10,6 +10,7 @@ import pytest
 from keras import layers, ops
 
 import lockstep
+from lockstep.execution import spmd
 from lockstep.execution.executors import SpmdExecutor
 from lockstep.execution.train_state import CompiledTrainStep
 
@@ -227,6 +228,23 @@ def two_devices():
 
 INPUTS = np.random.default_rng(0).normal(size=(100, 6)).astype("float32")
 TARGETS = INPUTS[:, :1] + 1
+
+
+def test_a_deterministic_step_leaves_its_state_in_copies_until_it_is_read(monkeypatch):
+    read, whole = [], spmd.replicated_arrays
+    monkeypatch.setattr(spmd, "replicated_arrays", lambda *given: read.append(1) or whole(*given))
+    with lockstep.MirroredStrategy(["cpu:0", "cpu:1"], deterministic=True).scope():
+        model = keras.Sequential([keras.Input((6,)), layers.Dense(3), layers.Dense(1)])
+        model.compile("adam", "mse")
+    model.fit(INPUTS, TARGETS, batch_size=20, verbose=0)
+    assert len(read) == 4  # parts of the state, after five steps
+    model.fit(INPUTS, TARGETS, batch_size=20, verbose=0, callbacks=[ReadsWeights()])
+    assert len(read) == 4 * (1 + 5)
+
+
+class ReadsWeights(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        self.model.jax_state_sync()
 
 
 class ReturnsVariable(keras.Model):

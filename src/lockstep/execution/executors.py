@@ -44,7 +44,13 @@ from lockstep.execution.nonfinite_gate import NonFiniteGate, loss_logs
 from lockstep.execution.partition_constraints import constrain_partitioning
 from lockstep.execution.program_partition import ProgramPartition
 from lockstep.execution.replica import ReplicaResult
-from lockstep.execution.spmd import SpmdForward, forward_eagerly, forward_on_devices
+from lockstep.execution.spmd import (
+    ReplicatedValues,
+    SpmdForward,
+    forward_eagerly,
+    forward_on_devices,
+    replicated_arrays,
+)
 from lockstep.execution.step_loop import scan_steps
 from lockstep.execution.train_state import (
     CompiledTrainStep,
@@ -53,7 +59,6 @@ from lockstep.execution.train_state import (
     apply_changes,
     dispatch_lock,
     state_changes,
-    state_lists,
     without_aliases,
 )
 from lockstep.execution.variable_shards import (
@@ -269,12 +274,15 @@ class DeterministicExecutor:
     def compile(self, step: Step, kind: str, gate: NonFiniteGate | None = None) -> Step:
         """See :class:`Executor`."""
         program = ProgramPartition(step, self.placement, donated=kind == "train" and gate is None)
-        if self.shard is None:
-            return _with_placement(program, self.placement, gate=gate)
+        replicated = self.placement.replicated
 
         def run(state: Any, batch: Any) -> tuple[Any, Any]:
-            result, new = program(self.placement.put(state), batch)
-            return result, self.placement.put(new, shardings(new))
+            result, new = program(self.placement.put(state) if self.shard else state, batch)
+            result = replicated_arrays(result, replicated)
+            if self.shard is None and gate is None:
+                return result, [ReplicatedValues(part, replicated) for part in new]
+            new = replicated_arrays(new, replicated)
+            return result, self.placement.put(new, shardings(new)) if self.shard else new
 
         def shardings(state: Any) -> Any:
             return state_shardings(state, self.placement, self.shard)
@@ -346,6 +354,11 @@ class _PlacedState(tuple[Any, ...]):
     __slots__ = ()
 
 
+def _stored_values(state: Any) -> tuple[list[Any], ...]:
+    """Return a state with plain lists: of the copies that the last step left, where it left copies, else of arrays."""
+    return tuple(list(part.copies if isinstance(part, ReplicatedValues) else part) for part in state)
+
+
 def _with_placement(
     run: Step, placement: Placement, shardings: Callable[[Any], Any] | None = None, gate: NonFiniteGate | None = None
 ) -> Step:
@@ -363,9 +376,9 @@ def _with_placement(
         if not isinstance(state, _PlacedState):
             state = placement.put(without_aliases(state), shardings(state) if shardings else None)
         with dispatch_lock if len(placement.devices) > 1 else contextlib.nullcontext():
-            result, new = run(state_lists(state), placed)
+            result, new = run(_stored_values(state), placed)
             new = gate(state, new, result) if gate else new
-        return result, _PlacedState(StateValues(part) for part in new)
+        return result, _PlacedState(part if isinstance(part, ReplicatedValues) else StateValues(part) for part in new)
 
     return step
 

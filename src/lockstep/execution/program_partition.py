@@ -17,7 +17,7 @@ from jax.interpreters import ad, batching
 from lockstep._errors import ModelError
 from lockstep.devices.placement import PlacedRows, Placement, is_rows, join_rows
 from lockstep.execution.jaxpr_utils import inline_calls, subprogram
-from lockstep.execution.spmd import PerDevice, PerDeviceProgram, replicated_array, to_per_device
+from lockstep.execution.spmd import PerDevice, PerDeviceProgram, to_per_device
 
 
 class IsolatedCall(Protocol):
@@ -80,8 +80,8 @@ class ProgramPartition:
         self._partitioned: dict[Any, _PartitionedStep] = {}
 
     def __call__(self, state: Any, batch: Any) -> Any:
-        """Return the step's results."""
-        leaves, structure = jax.tree.flatten((state, batch), is_leaf=is_rows)
+        """Return the step's results. Values of the state may be arrays or :class:`PerDevice`, and so are the results."""
+        leaves, structure = jax.tree.flatten((state, batch), is_leaf=lambda x: isinstance(x, PerDevice) or is_rows(x))
         key = structure, *(_leaf_type(leaf) for leaf in leaves)
         if key not in self._partitioned:
             count = len(jax.tree.leaves(state)) if self._donated else 0
@@ -127,16 +127,17 @@ class _PartitionedStep:
         return values[atom]
 
     def _collect_results(self, values: dict[Var, Any]) -> list[Any]:
-        """Return the results, each a separate array, because the next step may donate its state."""
-        found, replicated = [], self._placement.replicated
+        """Return the results, each with memory of its own, because the next step may donate its state."""
+        found = []
         returned: set[Any] = set(self._constants)
         for atom in self._results:
             if isinstance(atom, Literal):
                 found.append(self._placement.put(atom.val))
                 continue
             value = self._join(values[atom]) if is_rows(values[atom]) else values[atom]
-            array = replicated_array(value, replicated) if isinstance(value, PerDevice) else value
-            found.append(jax.numpy.copy(array) if atom in returned else array)
+            if atom in returned:
+                value = PerDevice(map(_copy, value)) if isinstance(value, PerDevice) else _copy(value)
+            found.append(value)
             returned.add(atom)
         return found
 
@@ -205,12 +206,18 @@ def _partition(jaxpr: Jaxpr, donated: set[Var], placement: Placement) -> list[Pr
     return parts[::-1]
 
 
+def _copy(value: jax.Array | None) -> jax.Array | None:
+    return None if value is None else jax.numpy.copy(value)
+
+
 def _leaf_type(leaf: Any) -> Any:
-    return (jax.typeof(leaf.array), leaf.layout) if is_rows(leaf) else jax.typeof(leaf)
+    if is_rows(leaf):
+        return jax.typeof(leaf.array), leaf.layout
+    return jax.typeof(leaf.own if isinstance(leaf, PerDevice) else leaf)
 
 
 def _global_shape(leaf: Any) -> jax.ShapeDtypeStruct:
     if is_rows(leaf):
         return jax.ShapeDtypeStruct((leaf.layout.rows, *leaf.array.shape[1:]), leaf.array.dtype)
-    of_type = jax.typeof(leaf)
+    of_type = _leaf_type(leaf)
     return jax.ShapeDtypeStruct(of_type.shape, of_type.dtype, weak_type=of_type.weak_type)

@@ -8,7 +8,7 @@ strategy's cross-device operation adds up the gradients of the devices: see :fun
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,6 +28,7 @@ from lockstep.devices.placement import DEVICE_AXIS, REPLICATE_BELOW, Placement, 
 from lockstep.devices.xla_flags import compiler_options
 from lockstep.execution.jaxpr_utils import is_inexact
 from lockstep.execution.replica import ReplicaCall, ReplicaResult, StateMerge, join_halves, run_replicas
+from lockstep.execution.train_state import StateValues
 from lockstep.execution.variable_shards import Axes, gathered, shard_spec
 
 
@@ -38,6 +39,12 @@ class PerDevice(tuple[Any, ...]):
     """
 
     __slots__ = ()
+
+    @property
+    def own(self) -> jax.Array:
+        """The first value of this process."""
+        value: jax.Array = next(value for value in self if value is not None)
+        return value
 
 
 class PerDeviceProgram:
@@ -98,20 +105,47 @@ def to_per_device(value: Any, placement: Placement) -> PerDevice:
     return PerDevice(shards.get(device) for device in placement.devices)
 
 
-def replicated_array(value: PerDevice, sharding: NamedSharding) -> jax.Array:
-    """Return one array of the devices' copies; with one device its own, as wrapping costs the host a hundredth of a millisecond."""
-    if len(value) == 1:
-        (own,) = value
-        return own
-    copies = [copy for copy in value if copy is not None]
-    return jax.make_array_from_single_device_arrays(copies[0].shape, sharding, copies)
+def replicated_arrays(tree: Any, sharding: NamedSharding) -> Any:
+    """Return a tree with one array in place of the copies of each value. With one device it is that device's own."""
+
+    def whole(value: Any) -> Any:
+        if not isinstance(value, PerDevice):
+            return value
+        if len(value) == 1:
+            return value.own
+        copies = [copy for copy in value if copy is not None]
+        return jax.make_array_from_single_device_arrays(value.own.shape, sharding, copies)
+
+    return jax.tree.map(whole, tree, is_leaf=lambda leaf: isinstance(leaf, PerDevice))
+
+
+@jax.tree_util.register_pytree_node_class
+class ReplicatedValues(StateValues):
+    """One part of a state of which each device has a copy. An array is made of the copies of a value when it is read, as this takes time."""
+
+    __slots__ = ("_arrays", "_sharding", "copies")
+
+    def __init__(self, copies: Sequence[Any], sharding: NamedSharding) -> None:
+        self.copies, self._sharding = copies, sharding
+        self._arrays: tuple[jax.Array, ...] | None = None
+
+    @property
+    def _values(self) -> tuple[Any, ...]:
+        if self._arrays is None:
+            self._arrays = tuple(replicated_arrays(self.copies, self._sharding))
+        return self._arrays
+
+    @classmethod
+    def tree_unflatten(cls, _: None, values: Iterable[Any]) -> StateValues:
+        """Unflatten for JAX."""
+        return StateValues(values)
 
 
 def sharded_array(value: PerDevice, placement: Placement) -> jax.Array:
     """Return one array whose shards along the first axis are the devices' values; a device without one gets zeros, which are not read."""
     if len(value) == 1 and value[0] is not None:
         return value[0]
-    shape, dtype = next((shard.shape, shard.dtype) for shard in value if shard is not None)
+    shape, dtype = value.own.shape, value.own.dtype
     shards = [
         jax.device_put(np.zeros(shape, dtype), placement.devices[place]) if value[place] is None else value[place]
         for place in placement.local_indices

@@ -113,11 +113,11 @@ class StepFunctions:
         programs = StepPrograms(self._compile_step(kind), gated, multi_step)
         return StepLoop(self.model, kind, programs, lambda: self.hooks)
 
-    def wait(self) -> None:
-        """Wait for the steps that were started, and raise the error of one that failed: see :meth:`StepLoop.wait`."""
+    def raise_failure(self) -> None:
+        """Wait for the steps that were started, and raise the error of one that failed: see :meth:`StepLoop.raise_failure`."""
         for kind in STATE:
             if isinstance(function := getattr(self.model, f"{kind}_function"), StepLoop):
-                function.wait()
+                function.raise_failure()
 
     def _compile_step(self, kind: str) -> KerasStep:
         executor = self._select_executor()

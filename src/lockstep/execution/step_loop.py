@@ -103,7 +103,7 @@ class StepLoop:
             raise
         return (_concatenated(results) if self._kind == "predict" else self._last), state
 
-    def wait(self) -> None:
+    def raise_failure(self) -> None:
         """Wait for the last step, and raise its error if it failed on its device. Keras drops such an error: it makes numbers of logs if it can."""
         last, self._last = self._last, None
         try:

@@ -23,10 +23,14 @@ class StateValues(Sequence[Any]):
     types it leaves alone. With many variables that tracking is most of the host's time.
     """
 
-    __slots__ = ("_values",)
+    __slots__ = ("_given",)
 
     def __init__(self, values: Iterable[Any]) -> None:
-        self._values = tuple(values)
+        self._given = tuple(values)
+
+    @property
+    def _values(self) -> tuple[Any, ...]:
+        return self._given
 
     def __getitem__(self, position: Any) -> Any:
         return self._values[position]

@@ -370,7 +370,7 @@ class Strategy(Diagnostics):
         functions = self._functions_of(model)
         with self._around_fit(model, functions, arguments) if name == "fit" else contextlib.nullcontext():
             yield
-            functions.wait()
+            functions.raise_failure()
 
     def _around_fit(
         self, model: keras.Model, functions: StepFunctions, arguments: dict[str, Any]
