@@ -209,6 +209,34 @@ def test_a_step_that_fails_on_its_device_after_it_was_started_is_heard_of(call, 
     assert ("values of the model's variables are lost" in notes) == is_lost
 
 
+class Interrupts(keras.callbacks.Callback):
+    async_safe = True  # Keras does not wait for the step.
+
+    def on_train_batch_end(self, batch, logs=None):
+        raise KeyError("of the user")
+
+
+def test_after_another_error_no_later_call_hears_of_a_failed_step(monkeypatch):
+    with lockstep.MirroredStrategy(["cpu:0"], replicas=2).scope():
+        model = keras.Sequential([keras.Input((2,)), layers.Dense(2), FailsLater(), layers.Dense(1)])
+        model.compile("sgd", "mse")
+    model.fit(X_ONES, Y_ONES, verbose=0)
+    good = model.evaluate(X_ONES, Y_ONES, verbose=0)
+    variables = [*model.variables, *model.optimizer.variables]
+    state = [variable.numpy() for variable in variables]
+    slowly(model.layers[0].kernel.value)
+    with monkeypatch.context() as patch:
+        patch.setitem(globals(), "is_failing", True)
+        model.layers[0].kernel.assign(slowly(model.layers[0].kernel.value))
+        with pytest.raises(KeyError, match="of the user"):
+            model.fit(X_ONES, Y_ONES, verbose=0, callbacks=[Interrupts()])
+        with pytest.raises(jax.errors.JaxRuntimeError, match="6\\.13GiB"):
+            model.get_weights()
+    for variable, value in zip(variables, state, strict=True):
+        variable.assign(value)
+    assert model.evaluate(X_ONES, Y_ONES, verbose=0) == good
+
+
 @pytest.mark.parametrize("strategy", [{}, {"deterministic": True}])
 def test_a_later_step_that_fails_says_that_the_values_are_lost(strategy, monkeypatch):
     with lockstep.MirroredStrategy(["cpu:0"], replicas=2, **strategy).scope():
@@ -219,6 +247,9 @@ def test_a_later_step_that_fails_says_that_the_values_are_lost(strategy, monkeyp
     )
     with pytest.raises(Exception, match="6\\.13GiB") as caught:
         model.fit(np.ones((12, 2)), np.ones((12, 1)), batch_size=4, callbacks=[fail], verbose=0)
+    assert "values of the model's variables are lost" in " ".join(caught.value.__notes__)
+    with pytest.raises(RuntimeError, match="deleted") as caught:
+        model.evaluate(np.ones((12, 2)), np.ones((12, 1)), verbose=0)
     assert "values of the model's variables are lost" in " ".join(caught.value.__notes__)
 
 

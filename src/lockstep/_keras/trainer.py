@@ -363,8 +363,6 @@ def write_back_values(model: keras.Model, names: tuple[str, ...], state: Any) ->
         names: kind of each part of ``state``, for example ``("trainable_variables", "non_trainable_variables")``.
         state: for each kind the values, in the order of the model's variables.
     """
-    if any(leaf.is_deleted() for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array)):
-        return  # The step had begun to run with donated buffers: no value is left.
     model._jax_state = dict(zip(names, state, strict=True))
     model._jax_state_synced = False
     model.jax_state_sync()

@@ -113,11 +113,20 @@ class StepFunctions:
         programs = StepPrograms(self._compile_step(kind), gated, multi_step)
         return StepLoop(self.model, kind, programs, lambda: self.hooks)
 
-    def raise_failure(self) -> None:
-        """Wait for the steps that were started, and raise the error of one that failed: see :meth:`StepLoop.raise_failure`."""
-        for kind in STATE:
-            if isinstance(function := getattr(self.model, f"{kind}_function"), StepLoop):
-                function.raise_failure()
+    @contextlib.contextmanager
+    def failures_raised(self) -> Iterator[None]:
+        """Raise at the end of this context the error of a step that failed in it: see :meth:`StepLoop.raise_failure`."""
+        try:
+            yield
+            for loop in self._loops():
+                loop.raise_failure()
+        finally:  # After another error no later call hears of that step.
+            for loop in self._loops():
+                loop.forget_last()
+
+    def _loops(self) -> list[StepLoop]:
+        functions = [getattr(self.model, f"{kind}_function") for kind in STATE]
+        return [function for function in functions if isinstance(function, StepLoop)]
 
     def _compile_step(self, kind: str) -> KerasStep:
         executor = self._select_executor()

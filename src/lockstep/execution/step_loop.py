@@ -98,19 +98,21 @@ class StepLoop:
             values = state_lists(state)
             trainer.write_back_values(self._model, STATE[self._kind], values)
             if not isinstance(error, StopIteration):
-                self._last = None
                 _explain(error, values)
             raise
         return (_concatenated(results) if self._kind == "predict" else self._last), state
 
     def raise_failure(self) -> None:
         """Wait for the last step, and raise its error if it failed on its device. Keras drops such an error: it makes numbers of logs if it can."""
-        last, self._last = self._last, None
         try:
-            jax.block_until_ready(last)
+            jax.block_until_ready(self._last)
         except Exception as error:
             _explain(error, [variable.value for variable in self._model.variables])
             raise
+
+    def forget_last(self) -> None:
+        """Forget the result of the last step: the next call does not wait for it."""
+        self._last = None
 
     def _multi_step(self) -> MultiStep | None:
         """Return the program for all training steps of a call, if there is one and no hook has to see each step."""

@@ -368,9 +368,9 @@ class Strategy(Diagnostics):
     @contextlib.contextmanager
     def _around_call(self, model: keras.Model, name: str, arguments: dict[str, Any]) -> Iterator[None]:
         functions = self._functions_of(model)
-        with self._around_fit(model, functions, arguments) if name == "fit" else contextlib.nullcontext():
+        around = self._around_fit(model, functions, arguments) if name == "fit" else contextlib.nullcontext()
+        with around, functions.failures_raised():
             yield
-            functions.raise_failure()
 
     def _around_fit(
         self, model: keras.Model, functions: StepFunctions, arguments: dict[str, Any]
