@@ -328,6 +328,23 @@ class Halving(keras.Sequential):
         return super().predict(x / 2, **options)
 
 
+class Turning(keras.utils.PyDataset):
+    """Has other rows in its first batch after each epoch."""
+
+    def __init__(self, x, y):
+        super().__init__()
+        self.x, self.y = x, y
+
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, number):
+        return self.x[4 * number : 4 * number + 4], self.y[4 * number : 4 * number + 4]
+
+    def on_epoch_end(self):
+        self.x, self.y = np.roll(self.x, 3, axis=0), np.roll(self.y, 3, axis=0)
+
+
 def halving(own, strategy=None):
     keras.backend.clear_session(free_memory=False)
     keras.utils.set_random_seed(0)
@@ -338,19 +355,22 @@ def halving(own, strategy=None):
 
 
 class Stop(keras.callbacks.Callback):
-    def on_epoch_end(self, epoch, logs=None):
-        if epoch == 0:
+    def on_epoch_begin(self, epoch, logs=None):
+        if epoch == 1:  # The checkpoint of the first epoch is written.
             raise KeyboardInterrupt
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("own", [True, False])
-def test_what_surrounds_fit_also_surrounds_that_of_a_models_own_class(own, tmp_path):
+@pytest.mark.parametrize("validation", ["arrays", "PyDataset"])
+def test_what_surrounds_fit_also_surrounds_that_of_a_models_own_class(own, validation, tmp_path):
     x, y = data()
     strategy = lockstep.MirroredStrategy(["cpu:0", "cpu:1"])
 
     def fit(model, *callbacks):
         options = {"validation_data": (x[:4], y[:4]), "batch_size": BATCH, "epochs": 2, "verbose": 0}
+        if validation == "PyDataset":
+            options |= {"validation_data": Turning(x, y), "validation_steps": 1}
         return model.fit(x if own else x / 2, y, callbacks=list(callbacks), **options).history
 
     expected = fit(halving(own))

@@ -184,6 +184,8 @@ class FitEntry:
         self._around_call, self._observe_fit = around_call, observe_fit
         # Batches that were read from a generator and not used, for the next call; they are dropped with the generator.
         self._pending: WeakKeyDictionary[Any, Pending] = WeakKeyDictionary()
+        # The arguments of evaluate for validation data that were opened, as Keras alone would call it: a user's evaluate gets these.
+        self._validations: WeakKeyDictionary[KerasInput, dict[str, Any]] = WeakKeyDictionary()
 
     def replace_methods(self, model: keras.Model, report: Report) -> None:
         """Replace the methods of a model. Those that its own class defines run as they are, and ``super()`` is replaced in them.
@@ -272,8 +274,8 @@ class FitEntry:
         make = functools.partial(self._input, model, report, name == "fit")
         if name == "fit":
             _split_validation(given)
-            if not trainer.has_own(model, "evaluate"):  # A user's evaluate gets the data as given.
-                _wrap_validation(given, lambda *data, **rest: stack.enter_context(_closing(make(*data, **rest))))
+            if given.get("validation_data") is not None:
+                self._wrap_validation(given, lambda *data, **rest: stack.enter_context(_closing(make(*data, **rest))))
         data = [given.pop(argument, None) for argument in ("x", "y", "sample_weight")]
         options = {argument: given.pop(argument, None) for argument in ("class_weight", "batch_size")}
         options["shuffle"] = given.pop("shuffle", True) if name == "fit" else False
@@ -281,6 +283,22 @@ class FitEntry:
         made = make(*data, steps_per_epoch=given.get(_STEPS[name]), on_first_batch=on_first, **options)
         given["x"] = opened = stack.enter_context(_closing(made))
         return opened
+
+    def _wrap_validation(self, given: dict[str, Any], make: Callable[..., KerasInput]) -> None:
+        x, y, sample_weight = trainer.unpack_x_y_sample_weight(given["validation_data"])
+        batch_size = given.get("validation_batch_size") or given.get("batch_size")
+        given["validation_data"] = opened = make(
+            x,
+            y,
+            sample_weight,
+            steps_per_epoch=given.get("validation_steps"),
+            path_suffix=".validation",
+            argument="validation_data",
+            shuffle=False,
+            class_weight=None,
+            batch_size=batch_size,
+        )
+        self._validations[opened] = {"x": x, "y": y, "sample_weight": sample_weight, "batch_size": batch_size}
 
     def _wrap_own(
         self, model: keras.Model, name: str, method: Callable[..., Any], report: Report
@@ -290,6 +308,8 @@ class FitEntry:
 
         @functools.wraps(own)
         def call(*args: Any, **kwargs: Any) -> Any:
+            if isinstance(opened := kwargs.get("x"), KerasInput):  # Keras's fit calls it.
+                kwargs |= self._validations[opened]
             with trainer.redirect_super(model, name, method) as calls:
                 result = own(model, *args, **kwargs)
             if not calls and self._options != InputOptions():
@@ -495,21 +515,6 @@ def _split_validation(given: dict[str, Any]) -> None:
         data = tuple(given.get(name) for name in ("x", "y", "sample_weight"))
         kept, held_out = trainer.train_validation_split(data, validation_split=fraction)
         given.update(zip(("x", "y", "sample_weight"), kept, strict=True), validation_data=held_out)
-
-
-def _wrap_validation(given: dict[str, Any], make: Callable[..., KerasInput]) -> None:
-    if given.get("validation_data") is None:
-        return
-    data = trainer.unpack_x_y_sample_weight(given["validation_data"])
-    given["validation_data"] = make(
-        *data,
-        steps_per_epoch=given.get("validation_steps"),
-        path_suffix=".validation",
-        argument="validation_data",
-        shuffle=False,
-        class_weight=None,
-        batch_size=given.get("validation_batch_size") or given.get("batch_size"),
-    )
 
 
 @contextmanager
