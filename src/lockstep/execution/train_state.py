@@ -121,12 +121,9 @@ def without_aliases(state: Any) -> tuple[Any, ...]:
 
 def are_lost(values: Any) -> bool:
     """Return whether arrays were donated to a step, or are results of one that failed; waits for them."""
-    arrays = [leaf for leaf in jax.tree.leaves(values) if isinstance(leaf, jax.Array)]
-    if any(array.is_deleted() for array in arrays):
-        return True
     try:
-        jax.block_until_ready(arrays)
-    except jax.errors.JaxRuntimeError:
+        jax.block_until_ready(values)
+    except RuntimeError:
         return True
     return False
 
