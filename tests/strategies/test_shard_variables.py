@@ -399,15 +399,21 @@ def test_recomputed_layers_are_those_that_were_named():
     assert counts["none"] == 0 < counts["one"] < counts["blocks"]
 
 
-def test_a_large_variable_that_stays_whole_is_named(caplog):
+def test_one_line_names_the_large_variables_that_stay_whole(caplog):
     with caplog.at_level("INFO", "lockstep"):
         with lockstep.MirroredStrategy(["cpu:0", "cpu:1"], **SHARDED).scope():
-            model = keras.Sequential([keras.Input((65,)), layers.Dense(67, name="odd")])
-            model.compile("sgd", "mse")
-        model.fit(np.ones((4, 65)), np.ones((4, 67)), verbose=0)
+            odd = [layers.Dense(65 + 2 * i, name=f"odd_{i}") for i in range(3)]
+            model = keras.Sequential([keras.Input((65,)), *odd])
+            model.compile("adam", "mse")
+        model.fit(np.ones((4, 65)), np.ones((4, 69)), verbose=0)
+    notes = [record.message for record in caplog.records if "stay whole" in record.message]
+    assert len(notes) == 1
+    size = 4 * 3 * (65 * 65 + 65 * 67 + 67 * 69) / 2**20
     assert (
-        "odd/kernel' (0.017 MiB) stays whole on each device, as none of its axes (65, 67) can be divided" in caplog.text
+        f"{size:.3f} MiB of large variables stay whole on each device, as none of their axes can be divided" in notes[0]
     )
+    assert all(f"odd_{i}/kernel' ({65 + 2 * max(i - 1, 0)}, {65 + 2 * i})" in notes[0] for i in range(3))
+    assert notes[0].endswith("and 5 more, which strategy.layout(model) lists.")
 
 
 @pytest.mark.slow
@@ -422,8 +428,8 @@ def test_variables_that_no_recomputed_layer_holds_are_named(caplog):
     with caplog.at_level("INFO", "lockstep"):
         train(2, epochs=0, blocks=2, shard="variables", recompute=lambda layer: layer.name == "block_1")
     assert (
-        "no recomputed layer holds 'first/kernel', 'block_0/inner/kernel', 'block_0/outer/kernel': 0.156 MiB"
-        in caplog.text
+        "no recomputed layer holds 'first/kernel' (64, 128), 'block_0/inner/kernel' (128, 128), 'block_0/outer/kernel' (128, 128): "
+        "0.156 MiB" in caplog.text
     )
 
 
@@ -433,7 +439,7 @@ def test_a_model_that_is_not_compiled_predicts(caplog, devices):
         model = keras.Sequential([keras.Input((64,)), layers.Dense(128)])
     with caplog.at_level("INFO", "lockstep"):
         assert model.predict(np.ones((5, 64)), verbose=0).shape == (5, 128)
-    assert "stays whole" not in caplog.text
+    assert "stay whole" not in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,8 @@ Shard = Literal["optimizer", "variables"] | None
 Recompute = str | Callable[[keras.Layer], bool] | None
 Axes = tuple[int | None, ...]  # for each variable the axis along which it is sharded; None: it is whole
 
+NAMED = 4  # variables in a note; strategy.layout(model) lists all
+
 
 def state_shardings(state: Any, placement: Placement, shard: Shard) -> Any:
     """Return the shardings of a state: trainable and non-trainable variables, for training those of the optimizer, and metrics."""
@@ -247,23 +249,32 @@ def layout_of(
 
 
 def layout_notes(layout: ModelLayout, optimizer: keras.Optimizer | None) -> list[str]:
-    """Return a sentence for each large variable that stays whole, one for those that no recomputed layer holds, and one for Muon."""
+    """Return a sentence for the large variables that stay whole, one for those that no recomputed layer holds, and one for Muon."""
     if layout.devices == 1:
         return []
-    whole = [
-        f"variable {one.path!r} ({mebibytes(one.bytes)} MiB) stays whole on each device, as none of its axes {one.shape} can be "
-        f"divided by {layout.devices}"
-        for one in layout.variables
-        if one.axis is None and is_large(one.shape)
-    ]
+    notes = []
+    if whole := [one for one in layout.variables if one.axis is None and is_large(one.shape)]:
+        notes.append(
+            f"{_size_of(whole)} of large variables stay whole on each device, as none of their axes can be divided by "
+            f"{layout.devices}: {_named(whole)}"
+        )
     if isinstance(getattr(optimizer, "inner_optimizer", optimizer), keras.optimizers.Muon):
-        whole.append("optimizer Muon multiplies whole matrices, for which XLA adds collectives to the update")
+        notes.append("optimizer Muon multiplies whole matrices, for which XLA adds collectives to the update")
     kept = [one for one in layout.variables if one.gathered == "forward"]
-    if not kept or len(kept) == sum(one.gathered != "" for one in layout.variables):
-        return whole
-    size = mebibytes(sum(one.bytes for one in kept))
-    paths = ", ".join(repr(one.path) for one in kept)
-    return [*whole, f"no recomputed layer holds {paths}: {size} MiB are kept for the backward pass"]
+    if kept and len(kept) < sum(one.gathered != "" for one in layout.variables):
+        notes.append(f"no recomputed layer holds {_named(kept)}: {_size_of(kept)} are kept for the backward pass")
+    return notes
+
+
+def _size_of(variables: list[VariableLayout]) -> str:
+    return f"{mebibytes(sum(one.bytes for one in variables))} MiB"
+
+
+def _named(variables: list[VariableLayout]) -> str:
+    """Return the paths and shapes of the first variables, and how many there are beside them."""
+    shown = ", ".join(f"{one.path!r} {one.shape}" for one in variables[:NAMED])
+    more = len(variables) - NAMED
+    return f"{shown} and {more} more, which strategy.layout(model) lists" if more > 0 else shown
 
 
 def _is_sharded(placement: Placement, variable: keras.Variable) -> bool:
