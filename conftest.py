@@ -37,14 +37,19 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 def pytest_collection_modifyitems(items):
-    """Mark tests that start processes slow, and start the groups first.
-
-    A group runs in one process, so the last one to start would keep the others waiting.
-    """
+    """Mark tests that start processes slow, and spread those that wait over the run, so that they do not all wait at once."""
+    groups, waiting, computing = {}, [], []
     for item in items:
         if "forks" in item.fixturenames:
             item.add_marker(pytest.mark.slow)
-    items.sort(key=lambda item: item.get_closest_marker("xdist_group") is None)
+        if group := item.get_closest_marker("xdist_group"):
+            groups.setdefault(group.args[0], []).append(item)
+        else:
+            (waiting if item.get_closest_marker("waits") else computing).append([item])
+    # A group runs in one process: the last one to start must not keep the others waiting.
+    spread = ((list(groups.values()), 0.6), (waiting, 0.9), (computing, 1.0))
+    placed = [(until * number / len(kind), part) for kind, until in spread for number, part in enumerate(kind)]
+    items[:] = [item for _, part in sorted(placed, key=lambda one: one[0]) for item in part]
 
 
 # The tests of these packages run in ./scripts/test-inputs, ./scripts/test-hub, ./scripts/test-accelerators and ./scripts/docs, or by hand.

@@ -16,6 +16,8 @@ from lockstep.distributed.control.transport import FramedSocket, encode
 from tests.distributed.threaded_job import ThreadedJob, listening
 from tests.support.waiting import DEADLINE, wait_until
 
+pytestmark = pytest.mark.waits
+
 ME = f"{socket.gethostname()}, process {os.getpid()}"
 
 

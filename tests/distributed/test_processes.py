@@ -11,6 +11,8 @@ import pytest
 
 from tests.support.processes import Job
 
+pytestmark = pytest.mark.waits
+
 PROGRAM = Path(__file__).with_name("worker.py")
 HOST = socket.gethostname()
 LONG = 40  # A limit of the workers that is far away: what ends before was not noticed by it.

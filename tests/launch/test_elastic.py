@@ -12,6 +12,8 @@ from tests.launch.launching import program, run, send, started, text_of, wait_fo
 from tests.support.processes import own_host
 from tests.support.waiting import DEADLINE, has_ended, wait_until
 
+pytestmark = pytest.mark.waits
+
 GENERATION = "generation = int(os.environ['LOCKSTEP_GENERATION'])\nworkers = int(os.environ['WORLD_SIZE'])\n"
 RUNNING = GENERATION + "write(f'{generation}.{rank}', str(os.getpid()))\n"
 FOREVER = "time.sleep(100)\n"

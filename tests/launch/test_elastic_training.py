@@ -8,6 +8,8 @@ from tests.launch.launching import program, run, started, text_of
 from tests.support.processes import PYTHON_PATH, own_host
 from tests.support.waiting import DEADLINE
 
+pytestmark = pytest.mark.waits
+
 TRAINING = """
 from tests.support.processes import FOR_TESTS, NOT_INHERITED
 for name in NOT_INHERITED:

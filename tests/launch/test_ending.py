@@ -15,6 +15,8 @@ from tests.launch.launching import COMMAND, environment, program, run, send, sta
 from tests.support.marks import diagonal_first
 from tests.support.waiting import has_ended, wait_until
 
+pytestmark = pytest.mark.waits
+
 TWO_GENERATIONS = """
 own = rank + 1
 grandchild = [sys.executable, "-c", "import time; time.sleep(100)"]

@@ -8,6 +8,8 @@ from lockstep.launch.rank_assignment import ProcessName
 from lockstep.launch.worker_process import ErrorRecord, ProcessFailure, job_exit_code, root_cause
 from tests.launch.launching import program, run
 
+pytestmark = pytest.mark.waits
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize("code", [1, 7, 75, 124])

@@ -23,6 +23,8 @@ from tests.launch.block_yaml import documents
 from tests.launch.launching import environment, program, run
 from tests.support.processes import own_host
 
+pytestmark = pytest.mark.waits
+
 WORDS = ("--lr", "$HOME", "a b", "it's", '"', "é😀", "--", "-m")
 
 

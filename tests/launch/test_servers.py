@@ -12,6 +12,8 @@ from tests.launch.launching import program, run, started, text_of, wait_for_mess
 from tests.support.marks import diagonal_first
 from tests.support.waiting import DEADLINE
 
+pytestmark = pytest.mark.waits
+
 WAIT = "wait_for(lambda: is_there('done'))\n"
 GO = "wait_for(lambda: is_there('go'))"
 AFTER_IT = "wait_for(lambda: is_there('pid') and has_ended((here / 'pid').read_text()))"

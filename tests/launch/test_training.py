@@ -8,6 +8,8 @@ from lockstep.distributed.cluster.env_reader import GENERATION, OPEN, SECRET
 from lockstep.launch.rank_assignment import RankAssignment
 from tests.launch.launching import program, run
 
+pytestmark = pytest.mark.waits
+
 TRAINING = """
 os.environ["KERAS_BACKEND"] = "jax"
 import keras, lockstep, numpy as np

@@ -8,6 +8,8 @@ import pytest
 
 from tests.parameter_server.jobs.outcomes import arrays, bits, server_job, train
 
+pytestmark = pytest.mark.waits
+
 PROMPT = {"timeout_seconds": 3.0}
 
 
