@@ -208,6 +208,80 @@ class Counting(layers.BatchNormalization):
         return super().call(x, training=False)
 
 
+class OwnCall(layers.BatchNormalization):
+    def call(self, x, training=None, mask=None):
+        return super().call(x, training=training, mask=mask)
+
+
+class KeepsStatistics(layers.Layer):
+    """Keeps a copy of the moving mean of its normalization."""
+
+    def __init__(self):
+        super().__init__()
+        self.normalization = layers.BatchNormalization()
+
+    def build(self, shape):
+        self.normalization.build(shape)
+        self.copy = self.add_weight(shape=(shape[-1],), trainable=False, name="copy")
+
+    def call(self, x, training=False):
+        found = self.normalization(x, training=training)
+        if training:
+            self.copy.assign(self.normalization.moving_mean)
+        return found
+
+
+class QuantizesVectors(layers.Layer):
+    """Moves the entries of a codebook, which is a frozen embedding or a weight that was frozen later, to the means of their rows."""
+
+    def __init__(self, is_embedding):
+        super().__init__()
+        self.codebook = layers.Embedding(5, 4, "random_normal", trainable=False) if is_embedding else None
+
+    def build(self, shape):
+        if self.codebook:
+            self.codebook.build(None)
+        else:
+            self.codes = self.add_weight(shape=(5, 4), initializer="random_normal")
+            self.codes.trainable = False
+
+    def call(self, x, training=False):
+        variable = self.codebook.embeddings if self.codebook else self.codes
+        codes = ops.convert_to_tensor(variable)
+        chosen = ops.one_hot(ops.argmin(ops.sum((x[:, None] - codes) ** 2, -1), 1), 5)
+        if training:
+            rows = ops.sum(chosen, 0)[:, None]
+            means = ops.matmul(ops.transpose(chosen), x) / ops.maximum(rows, 1)
+            variable.assign(ops.where(rows > 0, (codes + means) / 2, codes))
+        return x + ops.stop_gradient(ops.matmul(chosen, codes) - x)
+
+
+class RandomDepth(keras.Model):
+    """Draws which layer a batch goes through, and logs the number of that layer."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how, self.seed = how, keras.random.SeedGenerator(5)
+        self.short, self.long = layers.Dense(1), layers.Dense(1)
+
+    def build(self, shape):
+        self.short.build(shape)
+        self.long.build(shape)
+
+    def call(self, x):
+        is_short = keras.random.uniform((), seed=self.seed) < 0.5
+        if self.how == "cond":
+            return ops.cond(is_short, lambda: (self.short(x), ops.array(3)), lambda: (self.long(x), ops.array(9)))
+        last = ops.where(is_short, 3, 9)
+        return self.short(x), ops.while_loop(lambda n: n < last, lambda n: (n + 1,), (ops.array(0),))[0]
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        return ops.mean((y_pred[0] - y) ** 2)
+
+    def compute_metrics(self, x, y, y_pred, sample_weight=None):
+        return {"depth": y_pred[1]}
+
+
 class NoisyMask(layers.Layer):
     """Draws a mask of its inputs' columns and keeps it in a variable."""
 
@@ -259,6 +333,8 @@ CASES = {
     "a kept tensor with a mask": (KeepsMasked, TOKENS),
     "a masked input of a model": (EncoderDecoder, TOKENS),
     "a subclass of BatchNormalization": (sequential(Counting), X),
+    "a frozen embedding that a layer changes": (sequential(lambda: QuantizesVectors(True)), X),
+    "a weight that was frozen later": (sequential(lambda: QuantizesVectors(False)), X),
     "a reshape in Fortran's order": (sequential(lambda: Function(lambda x: x.ravel(order="F").reshape(x.shape))), X),
     "a forward pass that is another one in training": (sequential(lambda: Function(centred_in_training)), X),
     "layers that are built in a step": (Augmented, X),
@@ -295,6 +371,39 @@ def test_what_a_call_leaves_is_that_of_one_device(name, replicas, rows):
     expected = trained(make, data, contextlib.nullcontext(), rows)
     for found, one in zip(trained(make, data, strategy.scope(), rows), expected, strict=True):
         np.testing.assert_allclose(found, one, rtol=2e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("how", ["cond", "while"])
+def test_a_number_that_a_draw_chooses_is_that_of_one_device(how):
+    def depths(scope):
+        keras.utils.set_random_seed(0)
+        with scope:
+            model = RandomDepth(how)
+            model.build((None, 6))
+            model.compile("sgd")
+        options = {"batch_size": ROWS, "verbose": 0, "shuffle": False}
+        return model.fit(X[:ROWS], Y[:ROWS], epochs=5, **options).history["depth"]
+
+    expected = depths(contextlib.nullcontext())
+    assert set(expected) == {3, 9}
+    assert depths(lockstep.MirroredStrategy(replicas=2).scope()) == expected
+
+
+def test_statistics_that_a_user_s_layer_keeps_are_those_of_all_replicas():
+    def statistics(layer):
+        keras.utils.set_random_seed(0)
+        with lockstep.MirroredStrategy(replicas=2).scope():
+            model = keras.Sequential([keras.Input((6,)), layer, layers.Dense(1)])
+            model.compile("sgd", "mse")
+        model.fit(data, Y[:ROWS], batch_size=ROWS, epochs=2, shuffle=False, verbose=0)
+        return [np.asarray(variable) for variable in layer.non_trainable_variables]
+
+    data = X[:ROWS] + np.linspace(0, 5, ROWS)[:, None]  # The replicas have different statistics.
+    mean, variance = statistics(layers.BatchNormalization())
+    np.testing.assert_allclose(statistics(OwnCall()), [mean, variance], rtol=1e-6)
+    kept = KeepsStatistics()
+    copy, *_ = statistics(kept)
+    np.testing.assert_allclose(copy, kept.normalization.moving_mean, rtol=1e-6)
 
 
 SPLIT = [

@@ -49,7 +49,7 @@ def owners(patch, model):
         "model": model,
         "model of KerasHub": types.SimpleNamespace(**dict.fromkeys(patch.attributes)),
         "layer": model.layers[2],
-        "layer of a subclass of BatchNormalization": model.layers[2],
+        "layer of class BatchNormalization": model.layers[2],
         "module of the backend's devices": trainer.backend_devices,
         "optimizer": model.optimizer,
     }

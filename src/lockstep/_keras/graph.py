@@ -10,7 +10,6 @@ the classes of ``keras.src.ops.nn``.
 
 import contextlib
 import functools
-import inspect
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -87,39 +86,27 @@ def clear_synchronized(model: keras.Model) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def disable_batch_statistics(model: keras.Model) -> Iterator[list[keras.Layer]]:
+def disable_batch_statistics(
+    model: keras.Model, mark: Callable[[Any], Any] = lambda value: value
+) -> Iterator[list[keras.Layer]]:
     """Make each BatchNormalization use its moving statistics while this context is open, so that it treats each row separately.
 
-    A subclass with its own ``call`` may do more in training: there only the moments of the batch are replaced.
+    Where it would compute the moments of the batch, it gets ``mark`` of the moving statistics.
 
     Yields:
-        A list to which each layer is added that is called with ``training=True``.
+        A list to which each layer is added that asks for the moments of the batch.
     """
     called: list[keras.Layer] = []
-
-    def around(layer: Any, method: Any) -> Any:
-        signature = inspect.signature(method)
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            bound = signature.bind(*args, **kwargs)
-            if bound.arguments.get("training"):
-                called.append(layer)
-            bound.arguments["training"] = False
-            return method(*bound.args, **bound.kwargs)
-
-        return call if "training" in signature.parameters else method
 
     def around_moments(layer: Any, method: Any) -> Any:
         def moments(*args: Any, **kwargs: Any) -> Any:
             called.append(layer)
-            return keras.ops.convert_to_tensor(layer.moving_mean), keras.ops.convert_to_tensor(layer.moving_variance)
+            statistics = layer.moving_mean, layer.moving_variance
+            return tuple(mark(keras.ops.convert_to_tensor(one)) for one in statistics)
 
         return moments
 
-    layers, original = _normalizations(model), keras.layers.BatchNormalization.call
-    of_keras = [layer for layer in layers if type(layer).call is original]
-    others = [layer for layer in layers if type(layer).call is not original]
-    with patched_method(LAYER_CALL, of_keras, around), patched_method(MOMENTS, others, around_moments):
+    with patched_method(MOMENTS, _normalizations(model), around_moments):
         yield called
 
 
@@ -136,17 +123,19 @@ def is_seed(variable: keras.Variable) -> bool:
 
 
 def lacks_aggregation(model: keras.Model, variable: keras.Variable) -> bool:
-    """Return whether a variable of a user's layer does not state how the values of replicas are aggregated.
+    """Return whether a variable does not state how the values of replicas are aggregated.
 
-    Keras's own layers do not state it either; for those that change in a forward pass the mean by rows is right, but for the wrappers
-    of functions and modules of JAX, whose state is the user's.
+    Keras's own layers do not state it either; for the statistics of its normalizations the mean by rows is right. A variable of
+    another layer of Keras, such as a frozen embedding, may be changed by a layer of the user.
     """
     if variable.aggregation in ("mean", "sum", "only_first_replica") or is_seed(variable):
         return False
-    owners = [
-        layer for layer in model._flatten_layers() if any(variable is own for own in layer._non_trainable_variables)
-    ]
-    return any(not is_keras_class(type(one)) or isinstance(one, keras.layers.JaxLayer) for one in owners)
+    return not any(
+        variable is own
+        for layer in _normalizations(model)
+        if is_keras_class(type(layer))
+        for own in layer._non_trainable_variables
+    )
 
 
 def attribute_arrays(layer: keras.Layer) -> dict[AttributeLeaf, jax.Array]:

@@ -152,10 +152,10 @@ LAYER_CALL = Patch(
     ),
 )
 MOMENTS = Patch(
-    target="layer of a subclass of BatchNormalization",
+    target="layer of class BatchNormalization",
     attributes=("_moments",),
     lifetime="one trace",
-    reason="the proof follows what a user's normalization does besides the statistics of the batch, which replicas have by design",
+    reason="the proof follows what a normalization does besides the statistics of the batch, which replicas have by design",
     public_api="a method of BatchNormalization for the moments",
     used_by=("_keras/graph.py",),
 )

@@ -37,13 +37,14 @@ from lockstep.execution.rowwise import (
     RowAxis,
     RowDependence,
     RowMean,
-    Seeded,
     Trace,
     draws_for_each_row,
     infer_dependences,
     is_fixed,
+    is_noise,
     move_rows_back,
     move_rows_first,
+    statistic_of_replica,
     trace_for_rows,
 )
 
@@ -291,11 +292,13 @@ def state_merges(call: ModelCall) -> tuple[StateMerge, ...]:
     first: set[int] = set()
     if any(reason_for_proof(call.model, variable) for variable in variables):
         rows = max(call.rows, 2)
-        with _explaining_size(call.rows, 2 * rows):
-            whole = _trace(call, 2 * rows)
-        part = _trace(call, rows)
-        deps = _follow_rows(whole.trace, part.trace)
-        first = _first_state(whole.averaged, deps[len(deps) - len(whole.averaged) :])
+        with _explaining_size(call.rows, rows):
+            part = _trace(call, rows)
+        if any(variable.reason for variable in part.averaged):
+            with _explaining_size(call.rows, 2 * rows):
+                whole = _trace(call, 2 * rows)
+            deps = _follow_rows(whole.trace, part.trace)
+            first = _first_state(whole.averaged, deps[len(deps) - len(whole.averaged) :])
     return merges_with(variables, first)
 
 
@@ -313,7 +316,7 @@ def _first_state(averaged: tuple[_AveragedVariable, ...], deps: Sequence[RowDepe
     return {
         variable.position
         for variable, dep in zip(averaged, deps, strict=True)
-        if dep is None or (variable.reason and isinstance(dep, Seeded))
+        if dep is None or (variable.reason and is_noise(dep))
     }
 
 
@@ -414,7 +417,7 @@ def _trace(call: ModelCall, rows: int) -> CallTrace:
         return [*values, *masks, *(jnp.asarray(state[one.position]) for one in averaged)]
 
     seeds = [trainable + position for position, variable in enumerate(variables) if is_seed(variable)]
-    with disable_batch_statistics(call.model) as normalizations:
+    with disable_batch_statistics(call.model, statistic_of_replica) as normalizations:
         fixed = [*call.trainable, *call.non_trainable, *call.shared]
         trace = trace_for_rows(function, fixed, call.inputs, rows, seeds)
     # As before the trace: a count of calls, say, does not count traces.
@@ -499,7 +502,7 @@ def _check_noise(form: _ResultForm, deps: list[RowDependence]) -> None:
     """Check that no output and no stored array is noise that each replica draws for itself, as their mean would be other noise."""
     count = len(deps) - len(form.attributes)
     for dep in (*deps[: form.outputs.num_leaves], *deps[count:]):
-        if isinstance(dep, Seeded):
+        if is_noise(dep):
             raise CannotSplitError("it returns, or keeps in an attribute, random numbers that are not those of rows")
 
 

@@ -3,14 +3,20 @@
 ``execution/call_splitter`` asks for it, and decides by it whether a model runs on replicas or on the global batch.
 """
 
-from lockstep.execution.rowwise.proof import Trace, draws_for_each_row, infer_dependences, trace_for_rows
+from lockstep.execution.rowwise.proof import (
+    Trace,
+    draws_for_each_row,
+    infer_dependences,
+    statistic_of_replica,
+    trace_for_rows,
+)
 from lockstep.execution.rowwise.row_axes import (
     Mixed,
     RowAxis,
     RowDependence,
     RowMean,
-    Seeded,
     is_fixed,
+    is_noise,
     move_rows_back,
     move_rows_first,
     source_location,
@@ -21,13 +27,14 @@ __all__ = [
     "RowAxis",
     "RowDependence",
     "RowMean",
-    "Seeded",
     "Trace",
     "draws_for_each_row",
     "infer_dependences",
     "is_fixed",
+    "is_noise",
     "move_rows_back",
     "move_rows_first",
     "source_location",
+    "statistic_of_replica",
     "trace_for_rows",
 ]

@@ -23,6 +23,7 @@ from lockstep.execution.rowwise.row_axes import (
     Mixed,
     MixedRowsError,
     NeverTrue,
+    ReplicaStatistic,
     RowAxis,
     RowCount,
     RowDependence,
@@ -35,12 +36,20 @@ from lockstep.execution.rowwise.row_axes import (
     common_dependence,
     has_known_derivative,
     is_fixed,
+    is_noise,
     is_same,
     is_tracer,
 )
 from lockstep.execution.rowwise.rules import DRAWS, ROW_DEPENDENT_PARAMS, RULES, sum_rule
 
 _KEY_OPERATIONS = ("random_seed", "random_wrap", "random_unwrap", "random_fold_in", "random_clone")
+_STATISTIC = "statistic_of_replica"  # the name of that function in a trace
+
+
+@jax.jit
+def statistic_of_replica(value: jax.Array) -> jax.Array:
+    """Return the value; the proof takes it as a statistic of the rows of a replica, in whose place it is in a trace."""
+    return value + 0  # An operation, as JAX leaves out a function that returns its argument.
 
 
 @dataclass(frozen=True)
@@ -221,8 +230,8 @@ class _JaxprReader:
                 raise MixedRowsError(f"{pair.name} draws for the rows from a key that is the same on each replica")
         else:
             raise MixedRowsError(f"{pair.name} has no rule")
-        if body is None and inputs != given:
-            found = [Seeded() if one is None else one for one in found]
+        if body is None:
+            found = _varying_like(given, found)
         return [self._check_shapes(pair, number, one) for number, one in enumerate(found)]
 
     def _check_shapes(self, pair: EquationPair, number: int, dep: RowDependence) -> RowDependence:
@@ -247,6 +256,8 @@ class _JaxprReader:
     # --- operations that contain a jaxpr --------------------------------------------------------------------------------
 
     def call(self, pair: EquationPair, inputs: RowDependences) -> RowDependences:
+        if pair.equations[0].params.get("name") == _STATISTIC:
+            return [ReplicaStatistic()]
         name = next(n for n in ("call_jaxpr", "fun_jaxpr", "jaxpr") if n in pair.equations[0].params)
         one, other = pair.params(name)
         if isinstance(one, ClosedJaxpr):
@@ -288,7 +299,8 @@ class _JaxprReader:
         if len({len(branches) for branches in pair.params("branches")}) > 1:
             raise MixedRowsError("cond has other branches for another number of rows")
         found = [self.closed(*branches, inputs[1:]) for branches in zip(*pair.params("branches"), strict=True)]
-        return [_merge_alternatives(list(deps), "cond") for deps in zip(*found, strict=True)]
+        merged = [_merge_alternatives(list(deps), "cond") for deps in zip(*found, strict=True)]
+        return _varying_like(inputs[:1], merged)
 
     def scan(self, pair: EquationPair, inputs: RowDependences) -> RowDependences:
         check_params(pair, ("jaxpr", "length"))
@@ -347,7 +359,13 @@ class _JaxprReader:
         (condition,) = self.closed(*pair.params("cond_jaxpr"), [*inputs[:of_condition], *carry])
         if not is_fixed(condition):
             raise MixedRowsError("while has a condition that depends on several rows")
-        return carry
+        return _varying_like([condition], carry)
+
+
+def _varying_like(given: RowDependences, found: RowDependences) -> RowDependences:
+    """Return the dependences of results; those that are independent of the batch differ by replica if one that is given does."""
+    varying = sorted((one for one in given if isinstance(one, Seeded)), key=is_noise, reverse=True)
+    return [varying[0] if one is None else one for one in found] if varying else found
 
 
 def _are_zero(jaxpr: Jaxpr, results: Sequence[Any]) -> list[bool]:

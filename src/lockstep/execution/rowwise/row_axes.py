@@ -58,6 +58,11 @@ class Seeded:
 
 
 @dataclass(frozen=True)
+class ReplicaStatistic(Seeded):
+    """What a normalization finds in the rows of a replica, and what is computed from it: it stands for the mean over the replicas."""
+
+
+@dataclass(frozen=True)
 class NeverTrue:
     """A condition that is false for any number of rows, such as that there are none."""
 
@@ -94,6 +99,11 @@ RowDependences = list[RowDependence]
 def is_fixed(dep: RowDependence) -> bool:
     """Return whether a value is independent of the batch."""
     return dep is None or isinstance(dep, Seeded)
+
+
+def is_noise(dep: RowDependence) -> bool:
+    """Return whether a value is drawn by each replica for itself, so that the mean over the replicas is another one."""
+    return isinstance(dep, Seeded) and not isinstance(dep, ReplicaStatistic)
 
 
 class MixedRowsError(Exception):
