@@ -85,7 +85,7 @@ def in_use(model):
     yield trainer.refresh_before_sync(model, lambda: None)
     yield patches.patched_method(patches.STATELESS_CALL, [model], lambda *args: None)
     yield patches.patched_method(patches.STATELESS_CALL, [model], lambda *args: None)
-    yield graph.disable_batch_statistics(model)
+    yield graph.disable_batch_statistics(model, lambda value: value)
     yield graph.clear_synchronized(model)
     yield patches.patched_method(patches.LAYER_CALL, graph.operations_of(model), lambda layer, call: call)
     yield patches.patched_method(patches.LOSS, [model], lambda model, compute_loss: compute_loss)

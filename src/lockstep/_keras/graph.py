@@ -86,9 +86,7 @@ def clear_synchronized(model: keras.Model) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def disable_batch_statistics(
-    model: keras.Model, mark: Callable[[Any], Any] = lambda value: value
-) -> Iterator[list[keras.Layer]]:
+def disable_batch_statistics(model: keras.Model, mark: Callable[[Any], Any]) -> Iterator[list[keras.Layer]]:
     """Make each BatchNormalization use its moving statistics while this context is open, so that it treats each row separately.
 
     Where it would compute the moments of the batch, it gets ``mark`` of the moving statistics.

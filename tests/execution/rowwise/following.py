@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from lockstep._keras.graph import disable_batch_statistics, is_seed
-from lockstep.execution.rowwise import RowAxis, infer_dependences, trace_for_rows
+from lockstep.execution.rowwise import RowAxis, infer_dependences, statistic_of_replica, trace_for_rows
 
 ROWS = (6, 4)
 
@@ -32,7 +32,7 @@ def dependences_of_model(model, *batch, training=None):
         return [jnp.asarray(leaf) for leaf in (*jax.tree.leaves(outputs), *losses)]
 
     seeds = [len(values[0]) + n for n, variable in enumerate(model.non_trainable_variables) if is_seed(variable)]
-    with disable_batch_statistics(model):
+    with disable_batch_statistics(model, statistic_of_replica):
         fixed = [*values[0], *values[1]]
         return infer_dependences(*(trace_for_rows(call, fixed, leaves, rows, seeds) for rows in ROWS))
 

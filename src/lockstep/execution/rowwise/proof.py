@@ -256,7 +256,7 @@ class _JaxprReader:
     # --- operations that contain a jaxpr --------------------------------------------------------------------------------
 
     def call(self, pair: EquationPair, inputs: RowDependences) -> RowDependences:
-        if pair.equations[0].params.get("name") == _STATISTIC:
+        if pair.equations[0].params.get("name") == _STATISTIC and all(map(is_fixed, inputs)):
             return [ReplicaStatistic()]
         name = next(n for n in ("call_jaxpr", "fun_jaxpr", "jaxpr") if n in pair.equations[0].params)
         one, other = pair.params(name)
