@@ -73,12 +73,20 @@ centred_on_the_way.defvjp(lambda x: (x - x.mean(0), None), lambda _, gradient: (
 other_tanh = jax.custom_jvp(jnp.tanh)
 other_tanh.defjvp(lambda primals, tangents: (jnp.tanh(*primals), tangents[0] / jnp.linalg.norm(primals[0])))
 
+tanh_of_one_rule = jax.custom_jvp(jnp.tanh)
+tanh_of_one_rule.defjvps(lambda tangent, result, x: tangent / (1 + jnp.linalg.norm(result)))
+
 
 def solved(x, mix):
     def transposed(_, gradient):
         return gradient / 2 + mix * gradient.mean(0)
 
     return jax.lax.custom_linear_solve(lambda v: 2 * v, x, lambda _, b: b / 2, transpose_solve=transposed)
+
+
+def rooted(x):
+    """Return the rows as roots of a function, with a derivative that is centred over the rows."""
+    return jax.lax.custom_root(lambda y: y - x, x, lambda _, guess: guess, lambda _, y: y - y.mean(0))
 
 
 MIXING = {
@@ -147,6 +155,8 @@ MIXING = {
     ),
     "another function in training": lambda x: centred_on_the_way(x),
     "a library's function with another derivative": lambda x: other_tanh(x),
+    "root with its own derivative": rooted,
+    "a library's function with another derivative by its argument": lambda x: tanh_of_one_rule(x),
     "a transposed solution of all rows": lambda x: solved(x, 0.1),
     "rows carried through a map": lambda x: jax.lax.scan(lambda c, row: (c, row - x[0]), None, x)[1],
     "noise of the rows, turned around": lambda x: x + noise_of_rows(x)[::-1],

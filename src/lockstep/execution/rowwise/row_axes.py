@@ -260,11 +260,13 @@ def backward_of(equation: JaxprEqn) -> ClosedJaxpr:
 def has_known_derivative(equation: JaxprEqn) -> bool:
     """Return whether a function with a custom derivative is one of JAX's or Keras's, whose derivatives are those of their formulas.
 
-    A user may give one of these another derivative, and ``jax.lax.custom_root`` gets a part of its derivative from the user.
+    A user may give one of these another derivative, so both must be in one file; that of ``defjvps`` is in none of the two.
+    ``jax.lax.custom_root`` gets a part of its derivative from the user.
     """
     infos = equation.params["call_jaxpr"].jaxpr.debug_info, equation.params["jvp_jaxpr_fun"].debug_info
     sources = [str(info.func_src_info) for info in infos]
-    return "custom_root" not in sources[0] and all(one.partition(" at ")[2].startswith(_LIBRARIES) for one in sources)
+    files = {one.partition(" at ")[2].rpartition(":")[0] for one in sources}
+    return "custom_root" not in sources[0] and len(files) == 1 and files.pop().startswith(_LIBRARIES)
 
 
 def is_same(one: Any, other: Any) -> bool:
