@@ -145,8 +145,8 @@ def timed_parts():
 
     from lockstep.execution import isolated_replicas
     from lockstep.execution.isolated_replicas import ReplicaProgram, ReplicasForward, TreeAdder
-    from lockstep.execution.program_partition import ProgramPart
     from lockstep.execution.spmd import PerDevice
+    from lockstep.execution.step_programs import ProgramPart
 
     seconds = {}
 

@@ -41,13 +41,12 @@ _PUBLIC = {
         "TreeAllReduce",
     ),
     "lockstep.custom_loops.distributed_dataset": ("DistributedDataset", "InputContext", "ValueContext"),
-    "lockstep.custom_loops.global_functions": (
-        "compute_average_loss",
+    "lockstep.custom_loops.losses": ("compute_average_loss", "scale_regularization_loss"),
+    "lockstep.custom_loops.current_strategy": (
         "get_replica_context",
         "get_strategy",
         "has_strategy",
         "in_cross_replica_context",
-        "scale_regularization_loss",
     ),
     "lockstep.custom_loops.per_replica": ("PerReplica",),
     "lockstep.custom_loops.replica_context": ("ReplicaContext",),
@@ -101,15 +100,15 @@ if TYPE_CHECKING:  # Type checkers need imports; tests/test_public_api.py compar
     from lockstep.collectives import ReductionToOneDevice as ReductionToOneDevice
     from lockstep.collectives import RingAllReduce as RingAllReduce
     from lockstep.collectives import TreeAllReduce as TreeAllReduce
+    from lockstep.custom_loops.current_strategy import get_replica_context as get_replica_context
+    from lockstep.custom_loops.current_strategy import get_strategy as get_strategy
+    from lockstep.custom_loops.current_strategy import has_strategy as has_strategy
+    from lockstep.custom_loops.current_strategy import in_cross_replica_context as in_cross_replica_context
     from lockstep.custom_loops.distributed_dataset import DistributedDataset as DistributedDataset
     from lockstep.custom_loops.distributed_dataset import InputContext as InputContext
     from lockstep.custom_loops.distributed_dataset import ValueContext as ValueContext
-    from lockstep.custom_loops.global_functions import compute_average_loss as compute_average_loss
-    from lockstep.custom_loops.global_functions import get_replica_context as get_replica_context
-    from lockstep.custom_loops.global_functions import get_strategy as get_strategy
-    from lockstep.custom_loops.global_functions import has_strategy as has_strategy
-    from lockstep.custom_loops.global_functions import in_cross_replica_context as in_cross_replica_context
-    from lockstep.custom_loops.global_functions import scale_regularization_loss as scale_regularization_loss
+    from lockstep.custom_loops.losses import compute_average_loss as compute_average_loss
+    from lockstep.custom_loops.losses import scale_regularization_loss as scale_regularization_loss
     from lockstep.custom_loops.per_replica import PerReplica as PerReplica
     from lockstep.custom_loops.replica_context import ReplicaContext as ReplicaContext
     from lockstep.data.fit_entry import InputOptions as InputOptions

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lockstep.collectives.fixed_tree_sum import branches, tree_sum
-from lockstep.devices.batch_split import BatchLayout
+from lockstep.devices.batch_layout import BatchLayout
 from lockstep.devices.placement import DEVICE_AXIS, Placement
 from lockstep.execution.isolated_replicas import TreeAdder, reduction_schedule, replica_rounds
 from lockstep.execution.spmd import PerDevice

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from lockstep.devices.cpu_devices import keep_memory
+from lockstep.devices.host_memory import keep_memory
 
 MEGABYTES, TIMES = 48, 20  # glibc keeps what is below 32 MB by itself, as long as it is alone
 PROGRAM = """
@@ -22,7 +22,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 SETUPS = {
     "nothing": "",
-    "keep_memory": "from lockstep.devices.cpu_devices import keep_memory; assert keep_memory()",
+    "keep_memory": "from lockstep.devices.host_memory import keep_memory; assert keep_memory()",
     "a strategy": "import lockstep; lockstep.MirroredStrategy(['cpu:0'])",
 }
 

@@ -1,6 +1,5 @@
 """The chief's arrays on every worker, without processes: tests of jobs have those."""
 
-import sys
 import time
 from dataclasses import replace
 from types import SimpleNamespace
@@ -121,34 +120,3 @@ def test_code_after_a_call_for_one_batch_has_no_limit(monkeypatch):
         call(np.ones((4, 2)), np.ones((4, 1)))
     model.predict_on_batch(np.ones((4, 2)))
     assert len(ended) == 3
-
-
-class _Torch:
-    """A generator whose state is its seed."""
-
-    def __init__(self, seed):
-        self.seed = seed
-
-    def get_rng_state(self):
-        return SimpleNamespace(numpy=lambda: np.asarray([self.seed]))
-
-    def manual_seed(self, seed):
-        self.seed = seed
-
-
-def test_torch_gets_one_seed_if_its_numbers_differ(monkeypatch):
-    chief, other, told, said = _Torch(1), _Torch(2), [], []
-
-    def agree(torch, of_torch):
-        monkeypatch.setitem(sys.modules, "torch", torch)
-        gathered = {"random numbers": lambda own: [own, own], "random numbers of torch": of_torch}
-        client = SimpleNamespace(agree=lambda topic, value: None, gather=lambda topic, own: gathered[topic](own))
-        process_group.agree_on_random_state(client, said.append)
-
-    for torch in (chief, other):
-        agree(torch, lambda own: told.append(own) or [own, own])
-    assert (chief.seed, other.seed, said) == (1, 2, [])
-    for torch in (chief, other):
-        agree(torch, lambda own: told)
-    assert chief.seed == other.seed
-    assert said == ["torch has no seed, or another one on each worker; all workers give it one now"] * 2

@@ -13,7 +13,7 @@ from keras import layers
 
 import lockstep
 from lockstep.data.random_state import capture_random_state
-from lockstep.devices.cpu_devices import HostMemory
+from lockstep.devices.host_memory import HostMemory
 from lockstep.doctor.base import FitCall, RuntimeSettings
 from lockstep.doctor.data_checks import ProbedBatches, StepTimings, check_input_speed, check_tf_data_order
 from lockstep.doctor.environment_checks import (

@@ -14,8 +14,8 @@ from lockstep.distributed.cluster import env_reader
 from lockstep.distributed.cluster.env_reader import gpu_files, has_accelerators, job_generation, visible_gpus
 from lockstep.distributed.jax_init import _idle_gpus, share_of_gpus
 from lockstep.launch.launch_config import LaunchConfig
-from lockstep.launch.local_workers import RestartBudget
 from lockstep.launch.rank_assignment import RankAssignment, find_node_rank, reserved_addresses
+from lockstep.launch.restart_policy import RestartBudget
 from lockstep.launch.supervisor import LocalRestartLoop
 from lockstep.launch.worker_environment import gpu_share, inherited_variables
 from tests.distributed.threaded_job import ThreadedJob

@@ -168,21 +168,21 @@ FAULTS = [
     # Which rows are whose.
     Mutant(
         "chunk-rounded-down",
-        "devices/batch_split.py",
+        "devices/batch_layout.py",
         "chunk = -(-rows // replicas)",
         "chunk = rows // replicas",
         "Rows beyond a multiple of the replicas belong to nobody.",
     ),
     Mutant(
         "rows-as-if-full",
-        "devices/batch_split.py",
+        "devices/batch_layout.py",
         "starts = accumulate(self.device_rows[:-1], initial=0)",
         "starts = range(0, self.devices * self.capacity, self.capacity)",
         "A device gets the rows that it would have if all before it were full.",
     ),
     Mutant(
         "first-replica-by-next-device",
-        "devices/batch_split.py",
+        "devices/batch_layout.py",
         "return tuple(accumulate((len(rows) for rows in self.per_device[:-1]), initial=0))",
         "return tuple(accumulate((len(rows) for rows in self.per_device[1:]), initial=0))",
         "Where devices have different numbers of replicas, a device counts those of its successor.",
@@ -346,7 +346,7 @@ FAULTS = [
     ),
     Mutant(
         "penalty-times-replicas",
-        "custom_loops/global_functions.py",
+        "custom_loops/current_strategy.py",
         "return total / _replicas()",
         "return total",
         "A regularization loss counts once for each replica.",

@@ -45,12 +45,12 @@ def test_each_changes_one_line_of_the_sources():
 
 def test_a_line_that_has_moved_to_another_file_is_found():
     moved = Mutant("moved", "devices/no_longer_here.py", "chunk = -(-rows // replicas)", "chunk = 1", "")
-    assert moved.place()[0].name == "batch_split.py"
+    assert moved.place()[0].name == "batch_layout.py"
 
 
 def test_a_line_that_is_gone_is_told():
-    with pytest.raises(GoneError, match=r"nobody no longer applies: devices/batch_split\.py has no line 'chunk = 7'"):
-        Mutant("nobody", "devices/batch_split.py", "chunk = 7", "chunk = 8", "").place()
+    with pytest.raises(GoneError, match=r"nobody no longer applies: devices/batch_layout\.py has no line 'chunk = 7'"):
+        Mutant("nobody", "devices/batch_layout.py", "chunk = 7", "chunk = 8", "").place()
 
 
 SOURCE = '''

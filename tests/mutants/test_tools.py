@@ -8,7 +8,7 @@ from tests.mutants import reach, report, run
 from tests.mutants.mutant import Mutant
 from tests.mutants.recording import name_of
 
-FILE = "devices/batch_split.py"
+FILE = "devices/batch_layout.py"
 TESTS = [
     ["a.py::slow", 9.0, "passed"],
     ["a.py::quick", 1.0, "passed"],
@@ -78,7 +78,7 @@ def test_the_page_shows_survivors_with_their_reasons(tmp_path, monkeypatch, caps
     page = report.PAGE.read_text()
     assert "| all | 3 | 1 (33 %) | 1 | 1 (100 %) |" in page
     assert (
-        "### m1: survived\n\n`devices/batch_split.py`, a fault\n\n```diff\n- a = 1\n+ a = 9\n```\n\nNobody sees it.\n"
+        "### m1: survived\n\n`devices/batch_layout.py`, a fault\n\n```diff\n- a = 1\n+ a = 9\n```\n\nNobody sees it.\n"
         in page
     )
 

@@ -8,7 +8,7 @@ from keras import layers, ops
 
 import lockstep
 from lockstep import ModelError
-from lockstep.devices.batch_split import BatchLayout
+from lockstep.devices.batch_layout import BatchLayout
 from lockstep.devices.placement import PlacedRows
 from lockstep.parameter_server.gradient_step import (
     check_can_split,

@@ -13,7 +13,7 @@ import pytest
 from keras import layers
 
 import lockstep
-from lockstep._keras.sharded_variable import set_from_host
+from lockstep._keras.variable_placement import set_from_host
 from lockstep.execution.model_parallel import model_shardings
 from lockstep.execution.model_parallel.model_shardings import MeshAxes
 from lockstep.strategies.setup import override_devices

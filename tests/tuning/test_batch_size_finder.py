@@ -10,7 +10,7 @@ import pytest
 from keras import layers
 
 import lockstep
-from lockstep.devices.cpu_devices import host_memory
+from lockstep.devices.host_memory import host_memory
 from lockstep.tuning.batch_size_finder import BatchMeasurement, BatchSizes, find_largest, powers_of_two
 
 ROWS = 44

@@ -1,6 +1,6 @@
 """Access to what Keras does not document. No other package reads Keras's internals or replaces its attributes.
 
-``patches`` lists every attribute that is replaced; ``trainer``, ``graph`` and ``sharded_variable`` are the functions that
+``patches`` lists every attribute that is replaced; ``trainer``, ``graph`` and ``variable_placement`` are the functions that
 the other packages call, by topic. All of it was written against Keras 3.15.
 """
 

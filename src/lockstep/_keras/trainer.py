@@ -46,7 +46,7 @@ from lockstep._keras.patches import (
     patched,
     value_in_context,
 )
-from lockstep._keras.sharded_variable import VariableSharder, lay_out, lay_out_uninitialized
+from lockstep._keras.variable_placement import VariableSharder, lay_out, lay_out_uninitialized
 
 _SAVING = {"_batches_seen_since_last_saving": "count", "_last_batch_seen": "count", "_current_epoch": "count"}
 _MONITORING = {"best": "number", "min_delta": "number", "monitor_op": "function"}

@@ -13,7 +13,7 @@ import numpy as np
 
 from lockstep._errors import InputError, ModelError, OptionError, check_depth, shown
 from lockstep.data.sources import NON_NUMERIC_KINDS
-from lockstep.devices.batch_split import rows_of_replicas
+from lockstep.devices.batch_layout import rows_of_replicas
 from lockstep.devices.placement import Placement
 
 

@@ -2,7 +2,7 @@
 
 Shards are padded to equal lengths. Model inputs are always sharded. Targets and weights are usually small, and the loss is
 computed on the whole batch; up to ``REPLICATE_BELOW`` bytes they are replicated, which saves a collective. New variables are laid over
-the devices by ``_keras/sharded_variable``.
+the devices by ``_keras/variable_placement``.
 """
 
 import itertools
@@ -19,7 +19,7 @@ from jax.experimental.sparse import JAXSparse
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lockstep._errors import DeviceError, InputError
-from lockstep.devices.batch_split import BatchLayout
+from lockstep.devices.batch_layout import BatchLayout
 from lockstep.devices.names import platform_of
 
 DEVICE_AXIS = "device"
@@ -384,7 +384,7 @@ def _listed(shapes: Sequence[tuple[int, ...]]) -> str:
     return ", ".join(map(str, shapes)) or "missing (there is no array at all)"
 
 
-def join_rows(rows: PlacedRows) -> jax.Array:
+def global_batch(rows: PlacedRows) -> jax.Array:
     """Return the global batch, ``(rows, …)``, without padding; to be called while a step is traced."""
     return drop_padding(rows.array, rows.layout)
 

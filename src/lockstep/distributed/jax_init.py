@@ -28,11 +28,11 @@ from lockstep.distributed.cluster.env_reader import (
     visible_gpus,
 )
 from lockstep.distributed.cluster.membership import WorkerGroup
+from lockstep.distributed.consistency import describe_process
 from lockstep.distributed.control.connect import open_control_channel
 from lockstep.distributed.control.control_client import ControlClient
 from lockstep.distributed.control.handshake import open_listener
 from lockstep.distributed.control.termination import ExitGuard, install_sigabrt_handler
-from lockstep.distributed.process_group import describe_process
 
 JAX_PORT = "LOCKSTEP_JAX_PORT"  # port of JAX's service at worker 0; by default any free one
 _CONNECT_SECONDS = 10.0

@@ -17,7 +17,7 @@ from lockstep.data.fit_entry import callbacks_in
 from lockstep.data.keras_adapter import KerasInput
 from lockstep.data.prefetch import BOUND, describe_waiting
 from lockstep.data.random_state import capture_random_state, restore_random_state
-from lockstep.devices.batch_split import rows_of_replicas
+from lockstep.devices.batch_layout import rows_of_replicas
 from lockstep.doctor.base import Finding, FitCall, array_in_memory, sample_rows
 from lockstep.execution.executors import SpmdExecutor
 from lockstep.execution.step_functions import StepFunctions

@@ -16,13 +16,8 @@ import numpy as np
 
 from lockstep._errors import ClusterError, DeviceError, ModelError
 from lockstep._logging import capitalized, counted
-from lockstep.devices.cpu_devices import (
-    HostMemory,
-    check_thread_pool,
-    host_memory,
-    returned_memory_reason,
-    usable_cores,
-)
+from lockstep.devices.cpu_devices import check_thread_pool, usable_cores
+from lockstep.devices.host_memory import HostMemory, host_memory, returned_memory_reason
 from lockstep.devices.placement import is_large
 from lockstep.distributed.cluster.addresses import host_of, is_loopback, split_address
 from lockstep.distributed.cluster.env_reader import NO_SECRET, SECRET, SECRET_FILE, NetworkOptions

@@ -23,9 +23,9 @@ from jax.sharding import SingleDeviceSharding
 from lockstep._keras.graph import copy_keras_mask, recompute_layers
 from lockstep._keras.patches import LAYER_CALL, patched_method
 from lockstep.collectives import AutoAllReduce, CrossDeviceOps
-from lockstep.devices.batch_split import BatchLayout, rows_of_replicas
+from lockstep.devices.batch_layout import BatchLayout, rows_of_replicas
 from lockstep.devices.cpu_devices import usable_cores
-from lockstep.devices.placement import MeshPlacement, PlacedRows, Placement, join_rows, local_values
+from lockstep.devices.placement import MeshPlacement, PlacedRows, Placement, global_batch, local_values
 from lockstep.devices.xla_flags import compiler_options
 from lockstep.execution.call_splitter import (
     CallTrace,
@@ -42,7 +42,6 @@ from lockstep.execution.isolated_replicas import forward_isolated
 from lockstep.execution.model_parallel.model_shardings import ModelShardings
 from lockstep.execution.nonfinite_gate import NonFiniteGate, loss_logs
 from lockstep.execution.partition_constraints import constrain_partitioning
-from lockstep.execution.program_partition import ProgramPartition
 from lockstep.execution.replica import ReplicaResult
 from lockstep.execution.spmd import (
     ReplicatedValues,
@@ -52,6 +51,7 @@ from lockstep.execution.spmd import (
     replicated_arrays,
 )
 from lockstep.execution.step_loop import scan_steps
+from lockstep.execution.step_programs import ProgramPartition
 from lockstep.execution.train_state import (
     CompiledTrainStep,
     StateValues,
@@ -100,7 +100,7 @@ class Executor(Protocol):
     def partition_calls(self, layout: BatchLayout, trace: CallTrace) -> CallSizes:
         """Return for each device the number of rows of each call that the forward pass makes."""
 
-    def join_rows(self, rows: PlacedRows) -> jax.Array:
+    def global_batch(self, rows: PlacedRows) -> jax.Array:
         """Return the global batch while a step is traced."""
 
     def forward(self, forward: SpmdForward, inputs: list[Any], placed: list[PlacedRows | None]) -> ReplicaResult:
@@ -228,9 +228,9 @@ class SpmdExecutor:
         with recompute_whole(call.model, self.placement, self.recompute):
             return call.make()
 
-    def join_rows(self, rows: PlacedRows) -> jax.Array:
+    def global_batch(self, rows: PlacedRows) -> jax.Array:
         """See :class:`Executor`."""
-        return join_rows(rows)
+        return global_batch(rows)
 
     def forward(self, forward: SpmdForward, inputs: list[Any], placed: list[PlacedRows | None]) -> ReplicaResult:
         """See :class:`Executor`."""
@@ -293,7 +293,7 @@ class DeterministicExecutor:
         """See :class:`Executor`: one call for each replica."""
         return layout.per_device
 
-    def join_rows(self, rows: PlacedRows) -> jax.Array:
+    def global_batch(self, rows: PlacedRows) -> jax.Array:
         """See :class:`Executor`."""
         return rows.array
 
@@ -335,9 +335,9 @@ class EagerExecutor:
         """See :class:`Executor`: one call for each replica."""
         return layout.per_device
 
-    def join_rows(self, rows: PlacedRows) -> jax.Array:
+    def global_batch(self, rows: PlacedRows) -> jax.Array:
         """See :class:`Executor`."""
-        return join_rows(rows)
+        return global_batch(rows)
 
     def forward(self, forward: SpmdForward, inputs: list[Any], placed: list[PlacedRows | None]) -> ReplicaResult:
         """See :class:`Executor`."""
@@ -516,9 +516,9 @@ class ModelParallelExecutor(SpmdExecutor):
         """See :class:`Executor`."""
         return self.shardings.of_state(state)
 
-    def join_rows(self, rows: PlacedRows) -> jax.Array:
+    def global_batch(self, rows: PlacedRows) -> jax.Array:
         """See :class:`Executor`. Rows that the mesh does not divide are on all of its devices."""
-        array = super().join_rows(rows)
+        array = super().global_batch(rows)
         return array if rows.layout.is_full else self._on_all(array)
 
     def call_whole(self, call: ModelCall, placed: list[PlacedRows | None]) -> tuple[Any, list[Any], list[Any]]:

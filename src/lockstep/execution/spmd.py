@@ -23,7 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from lockstep.collectives import CrossDeviceOps
 from lockstep.collectives.xla_all_reduce import platform_sum_bucketed
-from lockstep.devices.batch_split import BatchLayout
+from lockstep.devices.batch_layout import BatchLayout
 from lockstep.devices.placement import DEVICE_AXIS, REPLICATE_BELOW, Placement, drop_padding
 from lockstep.devices.xla_flags import compiler_options
 from lockstep.execution.jaxpr_utils import is_inexact

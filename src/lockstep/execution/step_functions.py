@@ -160,7 +160,7 @@ class StepFunctions:
             )
             if reason and is_split:
                 self.log(f"it runs on the global batch, {self.executor.global_batch_note}: {reason}")
-            data = jax.tree.map(interceptor.join_rows, batch, is_leaf=is_rows)
+            data = jax.tree.map(interceptor.global_batch, batch, is_leaf=is_rows)
             with self._intercepted(interceptor, sees_global_batch=reason is not None):
                 return keras_step(state, data)
 
@@ -199,11 +199,11 @@ class _ForwardInterceptor:
         self._is_in_call = False  # inside a call of a model, which may call other models
         self._placed: dict[int, tuple[jax.Array, PlacedRows]] = {}
 
-    def join_rows(self, leaf: Any) -> Any:
+    def global_batch(self, leaf: Any) -> Any:
         """Return the global array of a leaf of a placed batch, and remember its placed rows for the forward pass."""
         if not isinstance(leaf, PlacedRows):
             return leaf
-        array = self.executor.join_rows(leaf)
+        array = self.executor.global_batch(leaf)
         self._placed[id(array)] = (array, leaf)
         return array
 

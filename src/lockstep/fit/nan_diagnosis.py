@@ -24,9 +24,9 @@ from lockstep._keras.graph import copy_keras_mask, operations_of
 from lockstep._keras.patches import LAYER_CALL, LOSS, STATELESS_CALL, patched_method
 from lockstep._logging import capitalized, counted, listed
 from lockstep.data.random_state import capture_random_state, restore_random_state
-from lockstep.devices.batch_split import BatchLayout
+from lockstep.devices.batch_layout import BatchLayout
 from lockstep.devices.names import device_name
-from lockstep.devices.placement import PlacedRows, Placement, count_rows, is_rows, join_rows
+from lockstep.devices.placement import PlacedRows, Placement, count_rows, global_batch, is_rows
 from lockstep.execution.executors import EagerExecutor
 from lockstep.execution.nonfinite_gate import loss_logs
 from lockstep.execution.replica import ReplicaResult
@@ -416,7 +416,7 @@ class _ReplayExecutor(EagerExecutor):
         super().__init__(device)
         self._record, self.global_batch_note = record, global_batch_note
 
-    def join_rows(self, rows: PlacedRows) -> jax.Array:
+    def global_batch(self, rows: PlacedRows) -> jax.Array:
         """See :class:`Executor`; the rows were brought together before."""
         return rows.array
 
@@ -463,7 +463,7 @@ def whole_batch(batch: Any, placement: Placement) -> Any:
     def whole(leaf: Any) -> Any:
         if not isinstance(leaf, PlacedRows):
             return _on_one_device(leaf, placement)
-        array = jax.jit(join_rows, out_shardings=placement.replicated)(leaf)
+        array = jax.jit(global_batch, out_shardings=placement.replicated)(leaf)
         return PlacedRows(_on_one_device(array, placement), leaf.layout)
 
     return jax.tree.map(whole, batch, is_leaf=is_rows)

@@ -31,7 +31,7 @@ from lockstep.distributed.control.handshake import (
 )
 from lockstep.distributed.control.transport import CLOSED, MAX_BYTES, EventLoop, FramedSocket, encode
 from lockstep.launch.launch_config import LaunchConfig
-from lockstep.launch.local_workers import STOP_SIGNALS, LocalWorkers, is_final
+from lockstep.launch.local_workers import STOP_SIGNALS, LocalWorkers
 from lockstep.launch.rank_assignment import RankAssignment, is_local_host
 from lockstep.launch.rendezvous_state import (
     SILENT_SECONDS,
@@ -273,7 +273,7 @@ class RendezvousClient:
         failure = workers.failure
         if failure is None:
             return GenerationOutcome(workers.code, "its workers were asked to stop", is_consequence=True)
-        return GenerationOutcome(workers.code, failure.headline, failure.is_consequence, is_final(workers))
+        return GenerationOutcome(workers.code, failure.headline, failure.is_consequence, workers.is_final)
 
     def _wait(self) -> None:
         """Wait until there is an assignment or a reason to exit."""

@@ -23,9 +23,6 @@ from lockstep.launch.local_workers import (
     STOP_SIGNALS,
     LocalWorkers,
     RemoteStop,
-    RestartBudget,
-    backoff_seconds,
-    is_final,
 )
 from lockstep.launch.log_multiplexer import TerminalWriter
 from lockstep.launch.rank_assignment import (
@@ -38,6 +35,7 @@ from lockstep.launch.rank_assignment import (
     reserved_addresses,
 )
 from lockstep.launch.rendezvous import NodeExit, join_rendezvous
+from lockstep.launch.restart_policy import RestartBudget, backoff_seconds
 from lockstep.launch.worker_environment import (
     MallocSelection,
     choose_allocator,
@@ -163,7 +161,7 @@ class LocalRestartLoop:
 
     def record(self, workers: LocalWorkers) -> None:
         """Record how a generation has ended here."""
-        self.code, self._is_over = workers.code, workers.code == DONE or is_final(workers)
+        self.code, self._is_over = workers.code, workers.code == DONE or workers.is_final
 
     def close(self) -> None:
         """Do nothing: there are no resources."""

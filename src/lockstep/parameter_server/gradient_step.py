@@ -13,7 +13,7 @@ from lockstep._errors import ModelError, OptionError
 from lockstep._keras import trainer
 from lockstep._keras.graph import global_batch_reason, models_of
 from lockstep._keras.patches import STATELESS_CALL, patched_method
-from lockstep.devices.batch_split import rows_of_replicas
+from lockstep.devices.batch_layout import rows_of_replicas
 from lockstep.devices.placement import Placement, is_rows
 from lockstep.execution.call_splitter import CannotSplitError, ModelCall, infer_output_spec, trace_call
 from lockstep.execution.gradient_extraction import GradientPrograms

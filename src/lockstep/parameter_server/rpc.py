@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from lockstep._arrays import ArraySpec
 from lockstep._errors import MAX_SECONDS, NO_PROGRESS, PEER_LOST, USER_ERROR, ClusterError, OptionError
 from lockstep._logging import WaitLogger, listed, log_info
-from lockstep.distributed.control.admission import first_difference
+from lockstep.distributed.control.disagreement import first_difference
 from lockstep.distributed.control.handshake import (
     HandshakeError,
     HandshakeServer,

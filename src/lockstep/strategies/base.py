@@ -15,7 +15,7 @@ from lockstep._errors import ModelError, ScopeError, file_path
 from lockstep._keras import trainer
 from lockstep._keras.graph import global_batch_reason, unsynchronized_normalizations
 from lockstep._keras.patches import value_in_context
-from lockstep._keras.sharded_variable import VariableSharder, lay_out
+from lockstep._keras.variable_placement import VariableSharder, lay_out
 from lockstep._logging import counted, log_info
 from lockstep.custom_loops.replica_context import ReplicaModels, open_scopes
 from lockstep.data.fit_entry import FitEntry, ProcessGroup

@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from lockstep._errors import ModelError, OptionError, check_depth, shown
-from lockstep._keras.sharded_variable import has_layout, lay_out
+from lockstep._keras.variable_placement import has_layout, lay_out
 from lockstep.collectives import CommunicationOptions, Ops
 from lockstep.data.fit_entry import InputOptions
 from lockstep.devices.names import listed_devices

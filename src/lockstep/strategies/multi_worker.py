@@ -21,13 +21,13 @@ from lockstep.devices.names import count_cpu_devices, platform_of, resolve_devic
 from lockstep.devices.placement import Placement
 from lockstep.distributed.cluster.addresses import COORDINATOR
 from lockstep.distributed.cluster.membership import WorkerGroup, membership_of_group
+from lockstep.distributed.consistency import agree_on_random_state
 from lockstep.distributed.control.control_client import ControlClient
 from lockstep.distributed.jax_adoption import adopt_job, check_source, is_to_adopt
 from lockstep.distributed.jax_init import ProcessJob, check_gpus_differ, job_of_this_process, prepare_threads
 from lockstep.distributed.process_group import (
     ProgressReporter,
     WorkerProcessGroup,
-    agree_on_random_state,
     coordinate_saving,
 )
 from lockstep.distributed.resolvers import (

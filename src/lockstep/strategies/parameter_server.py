@@ -17,8 +17,9 @@ from lockstep.data.random_state import capture_random_state, restore_random_stat
 from lockstep.devices.names import resolve_devices
 from lockstep.devices.xla_flags import is_deterministic
 from lockstep.distributed.cluster.env_reader import NetworkOptions, restarts_of
+from lockstep.distributed.consistency import describe_process
 from lockstep.distributed.control.termination import ExitGuard
-from lockstep.distributed.process_group import describe_process, disable_saving
+from lockstep.distributed.process_group import disable_saving
 from lockstep.distributed.resolvers import ClusterResolver, check_resolver, resolve
 from lockstep.execution.nonfinite_gate import GatedStep
 from lockstep.execution.step_hooks import StepHook

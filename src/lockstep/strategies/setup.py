@@ -12,7 +12,8 @@ from lockstep._keras import trainer
 from lockstep._keras.patches import value_in_context
 from lockstep.collectives import AutoAllReduce, CrossDeviceOps, Ops, TreeAllReduce, ops_from_argument
 from lockstep.data.fit_entry import InputOptions, check_input_options
-from lockstep.devices.cpu_devices import ensure_cpu_devices, has_started, keep_memory
+from lockstep.devices.cpu_devices import ensure_cpu_devices, has_started
+from lockstep.devices.host_memory import keep_memory
 from lockstep.devices.names import platform_of, resolve_devices
 from lockstep.devices.placement import Placement, placement_on
 from lockstep.devices.xla_flags import is_deterministic, prepare_determinism

@@ -14,7 +14,8 @@ from pathlib import Path
 from lockstep._errors import ClusterError
 from lockstep._version import __version__
 from lockstep.cluster_resolver import resolve
-from lockstep.devices.cpu_devices import first_line, host_memory, usable_cores
+from lockstep.devices.cpu_devices import usable_cores
+from lockstep.devices.host_memory import first_line, host_memory
 from lockstep.distributed.cluster.env_reader import visible_gpus
 from lockstep.distributed.resolvers import notes_if_alone
 from lockstep.launch.worker_environment import choose_allocator, glibc_version, library_folders

@@ -22,7 +22,7 @@ from lockstep._errors import (
 from lockstep._keras import trainer
 from lockstep.data.fit_entry import ProcessGroup
 from lockstep.data.sources import AdapterSource, check_data, make_source
-from lockstep.devices.cpu_devices import host_memory
+from lockstep.devices.host_memory import host_memory
 from lockstep.devices.placement import count_rows
 from lockstep.execution.executors import CentralExecutor, SpmdExecutor
 from lockstep.execution.step_probe import KerasProbes, StepProbe, StepProbes, StrategyProbes

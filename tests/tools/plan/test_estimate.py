@@ -13,6 +13,7 @@ import lockstep
 from lockstep import OptionError
 from lockstep._keras import trainer
 from lockstep.tools.plan import estimate as estimate_module
+from lockstep.tools.plan.compile_process import compile_target
 from lockstep.tools.plan.estimate import (
     CLOSE_ENOUGH,
     MAX_COMPILED,
@@ -28,7 +29,6 @@ from lockstep.tools.plan.estimate import (
     survey,
 )
 from lockstep.tools.plan.hardware import parse_target
-from lockstep.tools.plan.worker import compile_target
 from tests.laws.cases import case_named
 
 DEVICES = 4

@@ -13,13 +13,20 @@ import pytest
 import lockstep
 from lockstep import OptionError, cli
 from lockstep.collectives.cost_model import NetworkLink
-from lockstep.devices.cpu_devices import HostMemory
-from lockstep.tools.plan import planner, worker
+from lockstep.devices.host_memory import HostMemory
+from lockstep.tools.plan import compile_process, planner
+from lockstep.tools.plan.compile_process import (
+    Check,
+    TargetResult,
+    check_steps,
+    keep_checks,
+    ratios_of,
+    result_from_json,
+)
 from lockstep.tools.plan.estimate import CompiledStep, Memory, Survey, TrainingCall
 from lockstep.tools.plan.hardware import Accelerator, known_accelerators, parse_target
 from lockstep.tools.plan.planner import PlanOptions, plan_script
 from lockstep.tools.plan.render import text_of
-from lockstep.tools.plan.worker import Check, TargetResult, check_steps, keep_checks, ratios_of, result_from_json
 from lockstep.tools.running_scripts import run_child
 from tests.support.processes import FOR_TESTS
 
@@ -49,7 +56,7 @@ source = "a test"
 
 @pytest.fixture(autouse=True)
 def _own_checks(monkeypatch, tmp_path):
-    monkeypatch.setenv(worker.CHECKS_FILE, str(tmp_path / "state" / "checks.json"))
+    monkeypatch.setenv(compile_process.CHECKS_FILE, str(tmp_path / "state" / "checks.json"))
 
 
 @pytest.fixture(autouse=True)
@@ -190,7 +197,7 @@ def test_checks_are_kept_in_place_of_older_ones_of_the_same_step():
 
 
 def test_checks_that_cannot_be_written_are_an_error_with_the_variable(monkeypatch):
-    monkeypatch.setenv(worker.CHECKS_FILE, "/dev/null/checks.json")
+    monkeypatch.setenv(compile_process.CHECKS_FILE, "/dev/null/checks.json")
     with pytest.raises(OptionError, match="Fix: set LOCKSTEP_PLAN_CHECKS to a file"):
         keep_checks([check("h100", 1.0, 2.0)])
 
@@ -350,14 +357,14 @@ def test_a_check_keeps_what_could_be_measured_and_says_why_the_rest_was_not(monk
     model.compile("sgd", "mse")
     call = TrainingCall.of_fit(model, (np.zeros((8, 8)), np.zeros((8, 1))), {})
     sheet = {"cpu": Accelerator("cpu", "these", "cpu", "a test", kinds=("cpu",))}
-    devices, probes = jax.local_devices()[:2], worker.StrategyProbes
+    devices, probes = jax.local_devices()[:2], compile_process.StrategyProbes
 
     def failing(model, placement, executor, other):
         if executor.shard == "optimizer":
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no room\nmore")
         return probes(model, placement, executor, other)
 
-    monkeypatch.setattr(worker, "StrategyProbes", failing)
+    monkeypatch.setattr(compile_process, "StrategyProbes", failing)
     monkeypatch.setattr(jax, "local_devices", lambda *_, **__: devices)
     names = ("replicated", "optimizer", "model:3", "model")
     checks, failures = check_steps(call, "train.py", sheet, names, (16, 64), NetworkLink(1e-6, 1e-9))
@@ -407,7 +414,7 @@ def test_limits_of_time_and_memory_end_a_child_and_are_named(tmp_path, capsys):
     assert "train.py: Not finished within 1 s. Fix: raise --limit." in capsys.readouterr().err
     assert cli.main(["plan", "--for", "cpu:1", "--memory", "0.001", slow]) == 2
     assert "train.py: It took more than 0.0 GB of memory." in capsys.readouterr().err
-    found = run_child("lockstep.tools.plan.worker", {}, 600, os.environ, is_over=lambda: True)
+    found = run_child("lockstep.tools.plan.compile_process", {}, 600, os.environ, is_over=lambda: True)
     assert (found.content, found.failure) == (None, "Interrupted.")
     assert time.monotonic() - began < 60
 

@@ -12,8 +12,8 @@ from typing import Any
 from lockstep._errors import NO_PROGRESS, ClusterError, summary_of
 from lockstep._logging import CancelledError, WaitLogger, is_cancelled, listed
 from lockstep.distributed.cluster.membership import WorkerGroup
-from lockstep.distributed.control.admission import digest, find_disagreement
 from lockstep.distributed.control.control_server import BARRIER, BROADCAST, GATHER, LEAVE, ControlServer
+from lockstep.distributed.control.disagreement import digest, find_disagreement
 from lockstep.distributed.control.failure_detector import (
     HEARTBEAT_SECONDS,
     PROGRAM,

@@ -20,7 +20,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from lockstep._errors import DeviceError, ModelError, OptionError, named_arguments, shown, whole_number
 from lockstep._keras.graph import cause_of, layers_of, training_argument
-from lockstep._keras.sharded_variable import has_layout
+from lockstep._keras.variable_placement import has_layout
 from lockstep.devices.names import platform_of
 from lockstep.devices.placement import DEVICE_AXIS, MeshPlacement, PlacedRows, is_large, is_rows
 from lockstep.execution.model_parallel.auto_layout import AxisChoice, choose_axes

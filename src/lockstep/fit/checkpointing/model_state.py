@@ -28,7 +28,7 @@ import numpy as np
 from lockstep._arrays import DTYPES
 from lockstep._errors import CheckpointError
 from lockstep._keras import trainer
-from lockstep._keras.sharded_variable import set_from_host
+from lockstep._keras.variable_placement import set_from_host
 from lockstep.checkpoint.files import Loaded, array_digest, shapes_of
 from lockstep.checkpoint.shards import ArrayShard
 from lockstep.data.random_state import check_order_state, check_random_state

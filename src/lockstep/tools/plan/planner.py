@@ -23,7 +23,17 @@ from lockstep._errors import seconds as seconds_of_wait
 from lockstep._keras.trainer import DEFAULT_BATCH_SIZE
 from lockstep.cluster_resolver import RESOLVERS
 from lockstep.collectives.cost_model import NetworkLink
-from lockstep.devices.cpu_devices import host_memory, usable_cores
+from lockstep.devices.cpu_devices import usable_cores
+from lockstep.devices.host_memory import host_memory
+from lockstep.tools.plan.compile_process import (
+    Check,
+    Ratio,
+    TargetResult,
+    compile_target,
+    keep_checks,
+    ratios_of,
+    result_from_json,
+)
 from lockstep.tools.plan.estimate import (
     STRATEGIES,
     CompiledStep,
@@ -38,15 +48,6 @@ from lockstep.tools.plan.estimate import (
 )
 from lockstep.tools.plan.hardware import Target, known_accelerators, parse_target
 from lockstep.tools.plan.render import checks_text, page_of, size_text, text_of
-from lockstep.tools.plan.worker import (
-    Check,
-    Ratio,
-    TargetResult,
-    compile_target,
-    keep_checks,
-    ratios_of,
-    result_from_json,
-)
 from lockstep.tools.running_scripts import ChildResult, check_exists, run_child
 from lockstep.tools.scaling.api import SavedReport
 from lockstep.tools.scaling.prediction import link_between
@@ -362,7 +363,9 @@ def plan_script(
     """
     variables = {**_without_cluster(environment), "JAX_PLATFORMS": "cpu"}
     request = _request_of(path, arguments)
-    content = _answer(path, run_child(_WORKER, {**request, "ask": "survey"}, options.limit, variables, options.memory))
+    content = _answer(
+        path, run_child(_COMPILE_PROCESS, {**request, "ask": "survey"}, options.limit, variables, options.memory)
+    )
     surveyed, findings = Survey(**content["survey"]), content["findings"]
     request |= {"ask": "compile", "batches": list(options.batches), "is_search": options.is_search}
     jobs = options.jobs or _most_jobs(surveyed.state_bytes)
@@ -397,14 +400,14 @@ def check_script(
         "hardware_file": options.hardware_file,
         "between": asdict(options.between),
     }
-    found = run_child(_WORKER, request, options.limit, _without_cluster(environment), options.memory)
+    found = run_child(_COMPILE_PROCESS, request, options.limit, _without_cluster(environment), options.memory)
     content = _answer(path, found)
     checks = [Check(**one) for one in content["checks"]]
     kept = keep_checks(checks, environment) if checks else None
     return checks_text(checks, content["failures"], kept), bool(checks)
 
 
-_WORKER = "lockstep.tools.plan.worker"
+_COMPILE_PROCESS = "lockstep.tools.plan.compile_process"
 
 
 def _request_of(path: str, arguments: Sequence[str]) -> dict[str, Any]:
@@ -436,7 +439,7 @@ def _compile_all(
     def compile_one(pair: tuple[Target, str]) -> TargetResult:
         target, strategy = pair
         asked = {**request, "target": asdict(target), "strategy": strategy}
-        found = run_child(_WORKER, asked, options.limit, environment, options.memory, is_over.is_set)
+        found = run_child(_COMPILE_PROCESS, asked, options.limit, environment, options.memory, is_over.is_set)
         content = found.content or {}
         result = result_from_json(content) if "steps" in content else TargetResult(target.name, strategy)
         failure = content.get("failure") or found.failure

@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from lockstep.tools.plan.compile_process import Check, TargetResult
 from lockstep.tools.plan.estimate import Estimate, Group
-from lockstep.tools.plan.worker import Check, TargetResult
 from lockstep.tools.scaling.html_report import Bar, Figure, bar_chart, bulleted, figure_of, html_page, html_table
 from lockstep.tools.scaling.results import seconds
 

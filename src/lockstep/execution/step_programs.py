@@ -15,7 +15,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Va
 from jax.interpreters import ad, batching
 
 from lockstep._errors import ModelError
-from lockstep.devices.placement import PlacedRows, Placement, is_rows, join_rows
+from lockstep.devices.placement import PlacedRows, Placement, global_batch, is_rows
 from lockstep.execution.jaxpr_utils import inline_calls, subprogram
 from lockstep.execution.spmd import PerDevice, PerDeviceProgram, to_per_device
 
@@ -105,7 +105,7 @@ class _PartitionedStep:
         self._structure = jax.tree.structure(results)
         self._constants = dict(zip(closed.jaxpr.constvars, placement.put(closed.consts), strict=True))
         self._parts = _partition(closed.jaxpr, set(self._inputs[:donated]), placement)
-        self._join = jax.jit(join_rows, out_shardings=placement.replicated)
+        self._join = jax.jit(global_batch, out_shardings=placement.replicated)
 
     def __call__(self, leaves: list[Any]) -> Any:
         values = self._constants | dict(zip(self._inputs, leaves, strict=True))

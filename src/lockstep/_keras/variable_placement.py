@@ -37,7 +37,7 @@ class VariableSharder:
     makes_shards: bool = False
 
 
-class ShardedVariable(keras.Variable):
+class MultiProcessVariable(keras.Variable):
     """A variable whose value is on devices of several processes.
 
     If no process has all of it, all set it, and read it on the host, at the same point of the program. Keras makes its variables itself, so
@@ -83,7 +83,7 @@ def lay_out(variable: keras.Variable, sharding: Sharding | None, sharder: Variab
         return
     variable._layout = sharding
     if not sharding.is_fully_addressable:
-        variable.__class__ = ShardedVariable
+        variable.__class__ = MultiProcessVariable
         variable._sharder = sharder
     if vars(variable).get("_value") is not None:
         variable._direct_assign(variable._value)
@@ -110,7 +110,7 @@ def set_from_host(variable: keras.Variable, value: np.ndarray) -> None:
         variable.assign(value)
         return
     value = np.asarray(value, jnp.dtype(variable.dtype))
-    is_spread = isinstance(variable, ShardedVariable)
+    is_spread = isinstance(variable, MultiProcessVariable)
     variable._direct_assign(value if is_spread else jax.device_put(value, variable._layout))
 
 
@@ -124,7 +124,7 @@ def whole_values(variables: Iterable[keras.Variable], *, wanted: bool) -> Iterat
         variables: any variables; those that this process has as a whole stay as they are.
         wanted: whether this process needs the values, in the memory of its host.
     """
-    sharded = [x for x in variables if isinstance(x, ShardedVariable) and not x._layout.is_fully_replicated]
+    sharded = [x for x in variables if isinstance(x, MultiProcessVariable) and not x._layout.is_fully_replicated]
     if sharded:
         paths = [variable.path for variable in sharded]
         sharded[0]._sharder.agree("the values of the variables, which all workers gather to save a model", paths)

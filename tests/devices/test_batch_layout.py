@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.devices.batch_split import BatchLayout, rows_of_replicas
+from lockstep.devices.batch_layout import BatchLayout, rows_of_replicas
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,118 @@
+"""The restart policy: the budget and backoff of restarts, and which lost workers a job tolerates and restarts alone."""
+
+import time
+from collections.abc import Callable, Iterable, Sequence, Set
+from dataclasses import dataclass, field
+
+from lockstep._errors import USER_ERROR
+from lockstep.launch.rank_assignment import ProcessName
+from lockstep.launch.worker_process import (
+    USAGE,
+    ProcessFailure,
+    WorkerProcess,
+)
+
+_MAX_BACKOFF = 30.0  # seconds; the first wait is 1 s, each further one twice as long
+_FINAL = (USER_ERROR, USAGE)  # The restarted process would fail alike, and so would the other workers.
+
+
+def backoff_seconds(restart: int) -> float:
+    """Return the seconds to wait before a restart, of which 1 is the first.
+
+    Example:
+        >>> [backoff_seconds(restart) for restart in (1, 2, 3, 9)]
+        [1.0, 2.0, 4.0, 30.0]
+    """
+    return min(_MAX_BACKOFF, 2.0 ** (restart - 1))
+
+
+@dataclass
+class RestartBudget:
+    """Remaining restarts of a job; a restart of all processes and that of a single worker each count as one.
+
+    Args:
+        limit: number of restarts in total.
+
+    Example:
+        >>> restarts = RestartBudget(1)
+        >>> restarts.take(), restarts.take()
+        (1, None)
+    """
+
+    limit: int
+    _taken: int = field(default=0, init=False)
+
+    def take(self) -> int | None:
+        """Use one restart and return its number, from 1; return None if none is left."""
+        if self._taken == self.limit:
+            return None
+        self._taken += 1
+        return self._taken
+
+
+class WorkerLossPolicy:
+    """Lost workers of one generation.
+
+    Args:
+        expendable: the job continues without these, as long as one of them remains; empty: every loss is fatal.
+        restarts: the remaining restarts of the whole job.
+        start: restarts a process.
+        log: prints a line for the user.
+
+    Attributes:
+        tolerated: the workers whose loss was logged and does not end the job.
+    """
+
+    def __init__(
+        self,
+        expendable: Set[ProcessName],
+        restarts: RestartBudget,
+        start: Callable[[ProcessName], None],
+        log: Callable[[str], None],
+    ) -> None:
+        self._expendable, self._restarts, self._start, self._log = expendable, restarts, start, log
+        self.tolerated: set[WorkerProcess] = set()
+        self._lost: set[ProcessName] = set()  # Lost for good: no restart was left.
+        self._restart_at: dict[ProcessName, float] = {}  # On the monotonic clock.
+
+    def fatal(self, failures: Iterable[ProcessFailure]) -> list[ProcessFailure]:
+        """Return those of the failures that end the job."""
+        none_left = self._lost == self._expendable
+        return [failure for failure in failures if none_left or not self._is_tolerable(failure)]
+
+    def update(self, workers: Sequence[WorkerProcess]) -> None:
+        """Register new losses, and restart workers whose backoff is over."""
+        now = time.monotonic()
+        for worker in workers:
+            failure = worker.failure if worker not in self.tolerated else None
+            if failure is not None and self._is_tolerable(failure) and failure.confirmed_at <= now:
+                self.tolerated.add(worker)
+                self._on_loss(failure, now)
+        for process in [process for process, restart_at in self._restart_at.items() if restart_at <= now]:
+            del self._restart_at[process]
+            self._start(process)
+
+    def deadlines(self, workers: Sequence[WorkerProcess]) -> list[float]:
+        """Return the times at which ``update`` will have something to do, on the monotonic clock."""
+        failures = (worker.failure for worker in workers if worker not in self.tolerated)
+        losses = (failure.confirmed_at for failure in failures if failure is not None and self._is_tolerable(failure))
+        return [*losses, *self._restart_at.values()]
+
+    def _is_tolerable(self, failure: ProcessFailure) -> bool:
+        return failure.process in self._expendable and failure.code not in _FINAL
+
+    def _on_loss(self, failure: ProcessFailure, now: float) -> None:
+        restart = self._restarts.take()
+        if restart is not None:
+            seconds = backoff_seconds(restart)
+            self._restart_at[failure.process] = now + seconds
+            action = (
+                f"the other processes continue, and it restarts in {seconds:g} s "
+                f"(restart {restart} of {self._restarts.limit})"
+            )
+        else:
+            self._lost.add(failure.process)
+            action = (
+                "no worker is left" if self._lost == self._expendable else "the other processes continue without it"
+            )
+        self._log(f"{failure.headline}; {action}.")

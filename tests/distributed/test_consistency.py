@@ -1,0 +1,68 @@
+"""What workers compare, without processes."""
+
+import sys
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+
+from lockstep.devices.placement import placement_on
+from lockstep.distributed.consistency import DriftCheck, agree_on_random_state
+
+KERNEL, BIAS = np.arange(12, dtype=np.float32).reshape(3, 4), np.asarray([True, False])
+
+
+def told(arrays, placement):
+    said = []
+    check = DriftCheck(SimpleNamespace(agree=lambda topic, value: said.append(value)), placement)
+    check(1, ["kernel", "bias"], arrays)
+    return said
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_an_eager_step_leaves_its_values_on_one_device_and_they_are_compared(devices):
+    placement = placement_on(jax.devices()[:devices], devices)
+    expected = told(placement.put([KERNEL, BIAS]), placement)
+    assert list(expected[0]) == ["kernel", "bias"]
+    assert told([jax.device_put(array, jax.devices()[0]) for array in (KERNEL, BIAS)], placement) == expected
+    assert told(placement.put([KERNEL + 1, BIAS]), placement) != expected
+
+
+def test_both_parts_of_complex_numbers_are_compared():
+    placement = placement_on(jax.devices()[:2], 2)
+    first, *others = (
+        told(placement.put([KERNEL.astype("complex64") + change, BIAS]), placement) for change in (0, 1, 1j)
+    )
+    assert first not in others
+
+
+class _Torch:
+    """A generator whose state is its seed."""
+
+    def __init__(self, seed):
+        self.seed = seed
+
+    def get_rng_state(self):
+        return SimpleNamespace(numpy=lambda: np.asarray([self.seed]))
+
+    def manual_seed(self, seed):
+        self.seed = seed
+
+
+def test_torch_gets_one_seed_if_its_numbers_differ(monkeypatch):
+    chief, other, told, said = _Torch(1), _Torch(2), [], []
+
+    def agree(torch, of_torch):
+        monkeypatch.setitem(sys.modules, "torch", torch)
+        gathered = {"random numbers": lambda own: [own, own], "random numbers of torch": of_torch}
+        client = SimpleNamespace(agree=lambda topic, value: None, gather=lambda topic, own: gathered[topic](own))
+        agree_on_random_state(client, said.append)
+
+    for torch in (chief, other):
+        agree(torch, lambda own: told.append(own) or [own, own])
+    assert (chief.seed, other.seed, said) == (1, 2, [])
+    for torch in (chief, other):
+        agree(torch, lambda own: told)
+    assert chief.seed == other.seed
+    assert said == ["torch has no seed, or another one on each worker; all workers give it one now"] * 2
