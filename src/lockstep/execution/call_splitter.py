@@ -334,7 +334,8 @@ def split(spec: OutputSpec, call: ModelCall) -> ReplicaCall:
     """Return the forward pass of one replica: a function of its variables' values, its inputs and the shared arguments."""
 
     def run(trainable: list[Any], non_trainable: list[Any], inputs: list[Any], shared: list[Any]) -> ReplicaResult:
-        values, masks, state, _ = _run(call, trainable, non_trainable, inputs, shared)
+        with _keeping_numbers(call.model):
+            values, masks, state, _ = _run(call, trainable, non_trainable, inputs, shared)
         results = list(zip((*values, *masks), spec.row_axes, strict=True))
         rows = len(inputs[0])
         return ReplicaResult(
@@ -394,7 +395,6 @@ def _is_inexact(variable: keras.Variable) -> bool:
 
 def _trace(call: ModelCall, rows: int) -> CallTrace:
     variables = call.model.non_trainable_variables
-    numbers = attribute_numbers(call.model)
     trainable, state_end = len(call.trainable), len(call.trainable) + len(call.non_trainable)
     learned: dict[str, Any] = {}  # Python values that the traced function computes besides its arrays
 
@@ -417,15 +417,24 @@ def _trace(call: ModelCall, rows: int) -> CallTrace:
         return [*values, *masks, *(jnp.asarray(state[one.position]) for one in averaged)]
 
     seeds = [trainable + position for position, variable in enumerate(variables) if is_seed(variable)]
-    with disable_batch_statistics(call.model, statistic_of_replica) as normalizations:
+    is_replaced = disable_batch_statistics(call.model, statistic_of_replica)
+    with is_replaced as normalizations, _keeping_numbers(call.model):
         fixed = [*call.trainable, *call.non_trainable, *call.shared]
         trace = trace_for_rows(function, fixed, call.inputs, rows, seeds)
-    # As before the trace: a count of calls, say, does not count traces.
-    changed = [place for place in learned["form"].numbers if place in numbers]
-    set_attribute_leaves(changed, [numbers[place] for place in changed])
     draws = not trace.operations.keys().isdisjoint(_RANDOM_OPERATIONS)
     has_state = bool(normalizations) or learned["state"]
     return CallTrace(trace, learned["form"], learned["averaged"], has_state, draws)
+
+
+@contextlib.contextmanager
+def _keeping_numbers(model: keras.Model) -> Iterator[None]:
+    """Undo changes of the numbers in attributes of layers: a count of calls, say, counts neither traces nor replicas."""
+    before = attribute_numbers(model)
+    try:
+        yield
+    finally:
+        changed = [place for place in changed_numbers(before, attribute_numbers(model)) if place in before]
+        set_attribute_leaves(changed, [before[place] for place in changed])
 
 
 def reason_for_proof(model: keras.Model, variable: keras.Variable) -> str:
