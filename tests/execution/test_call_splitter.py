@@ -111,6 +111,21 @@ class RunningMean(layers.Layer):
         return x
 
 
+class KeepsAverage(layers.Layer):
+    """Keeps a running mean in an attribute, which has no value before the first call; without a compiled step it may."""
+
+    def __init__(self):
+        super().__init__()
+        self.average, self.calls = None, ops.zeros(())
+
+    def call(self, x, training=False):
+        before = 0.0 if self.average is None else self.average
+        if training:
+            self.average = 0.5 * before + 0.5 * ops.stop_gradient(ops.mean(x, axis=0))
+            self.calls = self.calls + 1
+        return x - before / (1 + self.calls)
+
+
 class DrawsInPython(layers.Layer):
     """Draws from Python's and NumPy's generators, as ports from PyTorch do: once for each trace."""
 
@@ -355,11 +370,11 @@ def slow_if_quantised(names):
     return [pytest.param(name, marks=pytest.mark.slow) if name.startswith("int") else name for name in names]
 
 
-def trained(make, data, scope, rows=ROWS):
+def trained(make, data, scope, rows=ROWS, **options):
     keras.utils.set_random_seed(0)
     with scope:
         model = make()
-        model.compile(keras.optimizers.SGD(0.05), None if isinstance(model, EncoderDecoder) else "mse")
+        model.compile(keras.optimizers.SGD(0.05), None if isinstance(model, EncoderDecoder) else "mse", **options)
     losses = model.fit(data[:rows], Y[:rows], batch_size=BATCH, epochs=2, shuffle=False, verbose=0).history["loss"]
     predicted = [] if isinstance(model, EncoderDecoder) else [model.predict(data[:rows], batch_size=BATCH, verbose=0)]
     return [*model.get_weights(), losses, *predicted]
@@ -373,6 +388,29 @@ def test_what_a_call_leaves_is_that_of_one_device(name, replicas, rows):
     expected = trained(make, data, contextlib.nullcontext(), rows)
     for found, one in zip(trained(make, data, strategy.scope(), rows), expected, strict=True):
         np.testing.assert_allclose(found, one, rtol=2e-5, atol=1e-6)
+
+
+KEPT_BETWEEN_CALLS = {
+    "a count of calls": CountsCalls,
+    "arrays in attributes": sequential(KeepsAverage),
+    "random numbers of Python": sequential(DrawsInPython),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [(name, "eager") for name in KEPT_BETWEEN_CALLS]
+    + [(name, "deterministic") for name in KEPT_BETWEEN_CALLS if name != "arrays in attributes"],
+)
+def test_each_replica_starts_with_what_the_call_before_has_left(name, way, caplog):
+    make, options = KEPT_BETWEEN_CALLS[name], {"run_eagerly": way == "eager"}
+    strategy = lockstep.MirroredStrategy(["cpu:0", "cpu:1"], replicas=3, deterministic=way == "deterministic")
+    expected = trained(make, X, contextlib.nullcontext(), ROWS - 3, **options)
+    with caplog.at_level("INFO", logger="lockstep"):
+        found = trained(make, X, strategy.scope(), ROWS - 3, **options)
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-5, atol=1e-6)
+    assert "global batch" not in caplog.text
 
 
 @pytest.mark.parametrize("how", ["cond", "while"])

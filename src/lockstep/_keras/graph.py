@@ -31,6 +31,7 @@ from lockstep._keras.patches import (
     patched_method,
 )
 
+_NUMBERS = (bool, int, float, complex, np.generic, np.ndarray)
 AttributeLeaf = tuple[Any, str, int]  # a layer, the name of its attribute, and the number of the leaf in that tree
 
 
@@ -143,7 +144,7 @@ def attribute_arrays(layer: keras.Layer) -> dict[AttributeLeaf, jax.Array]:
 
 def attribute_numbers(layer: keras.Layer) -> dict[AttributeLeaf, Any]:
     """Return the numbers of Python and NumPy, and NumPy's arrays, that a layer or model and the layers in it hold in attributes."""
-    return _attribute_leaves(layer._flatten_layers(), (bool, int, float, complex, np.generic, np.ndarray))
+    return _attribute_leaves(layer._flatten_layers(), _NUMBERS)
 
 
 def _attribute_leaves(layers: Iterable[keras.Layer], kinds: tuple[type, ...]) -> dict[AttributeLeaf, Any]:
@@ -168,6 +169,41 @@ def changed_numbers(before: dict[AttributeLeaf, Any], after: dict[AttributeLeaf,
     }
     kept = {place: value for place, value in after.items() if place[0] in known - built}
     return {place: value for place, value in kept.items() if not is_equal_number(before.get(place), value)}
+
+
+@contextlib.contextmanager
+def attributes_kept(model: keras.Layer) -> Iterator[None]:
+    """Undo what calls of a model in a context change in attributes of its layers: numbers and arrays, also where there was None before.
+
+    Layers that are built meanwhile keep theirs: that happens once.
+    """
+    before = [
+        (layer, name, value, keras.tree.flatten(value), layer.built)
+        for layer in model._flatten_layers()
+        for name, value in vars(layer).items()
+        if value is None or isinstance(value, (*_NUMBERS, jax.Array, list, tuple, dict))
+    ]
+    try:
+        yield
+    finally:
+        for layer, name, value, leaves, was_built in before:
+            if layer.built == was_built and name in vars(layer):
+                _restore(layer, name, value, leaves)
+
+
+def _restore(layer: keras.Layer, name: str, value: Any, leaves: list[Any]) -> None:
+    now = vars(layer)[name]
+    found = keras.tree.flatten(now)
+    kinds = (*_NUMBERS, jax.Array)
+    changed = [isinstance(new, kinds) and new is not old for new, old in zip(found, leaves, strict=False)]
+    if not any(changed):
+        return
+    if isinstance(value, (list, tuple, dict)):
+        if len(found) == len(leaves):
+            mixed = [old if is_new else new for new, old, is_new in zip(found, leaves, changed, strict=True)]
+            layer.__dict__[name] = keras.tree.pack_sequence_as(now, mixed)
+    else:
+        layer.__dict__[name] = value
 
 
 def is_equal_number(one: Any, other: Any) -> bool:

@@ -21,6 +21,7 @@ import numpy as np
 from lockstep._keras.graph import (
     attribute_arrays,
     attribute_numbers,
+    attributes_kept,
     cause_of,
     changed_numbers,
     disable_batch_statistics,
@@ -334,7 +335,7 @@ def split(spec: OutputSpec, call: ModelCall) -> ReplicaCall:
     """Return the forward pass of one replica: a function of its variables' values, its inputs and the shared arguments."""
 
     def run(trainable: list[Any], non_trainable: list[Any], inputs: list[Any], shared: list[Any]) -> ReplicaResult:
-        with _keeping_numbers(call.model):
+        with attributes_kept(call.model):
             values, masks, state, _ = _run(call, trainable, non_trainable, inputs, shared)
         results = list(zip((*values, *masks), spec.row_axes, strict=True))
         rows = len(inputs[0])
@@ -418,23 +419,12 @@ def _trace(call: ModelCall, rows: int) -> CallTrace:
 
     seeds = [trainable + position for position, variable in enumerate(variables) if is_seed(variable)]
     is_replaced = disable_batch_statistics(call.model, statistic_of_replica)
-    with is_replaced as normalizations, _keeping_numbers(call.model):
+    with is_replaced as normalizations, attributes_kept(call.model):
         fixed = [*call.trainable, *call.non_trainable, *call.shared]
         trace = trace_for_rows(function, fixed, call.inputs, rows, seeds)
     draws = not trace.operations.keys().isdisjoint(_RANDOM_OPERATIONS)
     has_state = bool(normalizations) or learned["state"]
     return CallTrace(trace, learned["form"], learned["averaged"], has_state, draws)
-
-
-@contextlib.contextmanager
-def _keeping_numbers(model: keras.Model) -> Iterator[None]:
-    """Undo changes of the numbers in attributes of layers: a count of calls, say, counts neither traces nor replicas."""
-    before = attribute_numbers(model)
-    try:
-        yield
-    finally:
-        changed = [place for place in changed_numbers(before, attribute_numbers(model)) if place in before]
-        set_attribute_leaves(changed, [before[place] for place in changed])
 
 
 def reason_for_proof(model: keras.Model, variable: keras.Variable) -> str:

@@ -211,13 +211,12 @@ def _copy(value: jax.Array | None) -> jax.Array | None:
 
 
 def _leaf_type(leaf: Any) -> Any:
-    if is_rows(leaf):
-        return jax.typeof(leaf.array), leaf.layout
-    return jax.typeof(leaf.own if isinstance(leaf, PerDevice) else leaf)
+    """Return what a step is traced for. It is the same for an array on all devices and for the copies that a step leaves."""
+    return _global_shape(leaf), leaf.layout if is_rows(leaf) else None
 
 
 def _global_shape(leaf: Any) -> jax.ShapeDtypeStruct:
     if is_rows(leaf):
         return jax.ShapeDtypeStruct((leaf.layout.rows, *leaf.array.shape[1:]), leaf.array.dtype)
-    of_type = _leaf_type(leaf)
+    of_type = jax.typeof(leaf.own if isinstance(leaf, PerDevice) else leaf)
     return jax.ShapeDtypeStruct(of_type.shape, of_type.dtype, weak_type=of_type.weak_type)
