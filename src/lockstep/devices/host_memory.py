@@ -14,12 +14,8 @@ from pathlib import Path
 
 from lockstep.distributed.cluster.env_reader import KEEP_MEMORY, has_accelerators
 
-_ARENAS, _MAPPINGS, _TRIM_ABOVE, _GROW_BY = (
-    -8,
-    -4,
-    -1,
-    -2,
-)  # mallopt(3): M_ARENA_MAX, M_MMAP_MAX, M_TRIM_THRESHOLD, M_TOP_PAD
+# mallopt(3): M_ARENA_MAX, M_MMAP_MAX, M_TRIM_THRESHOLD, M_TOP_PAD.
+_ARENAS, _MAPPINGS, _TRIM_ABOVE, _GROW_BY = -8, -4, -1, -2
 _SETTINGS = {_ARENAS: 1, _MAPPINGS: 0, _TRIM_ABOVE: 2**31 - 1, _GROW_BY: 2**26}
 
 

@@ -231,12 +231,12 @@ def test_a_result_survives_its_way_as_json():
 
 
 def test_plan_takes_a_function_of_data_and_refuses_no_batch():
-    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
+    model = keras.Sequential([keras.Input((128,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
-    data = np.zeros((32, 8), "float32"), np.zeros((32, 1), "float32")
+    data = np.zeros((32, 128), "float32"), np.zeros((32, 1), "float32")
     options = {"hardware": "cpu:1", "strategy": "replicated", "search": False}
-    (row,) = lockstep.plan(model, lambda: data, **options).rows
-    assert row.fits
+    rows = lockstep.plan(model, lambda: data, batch=[32, 2 * 10**9], **options).rows
+    assert [row.fits for row in rows] == [True, False]  # Such rows have 1 TB.
     with pytest.raises(OptionError, match=r"batch: expected rows of global batches .* got \(\)"):
         lockstep.plan(model, data, batch=(), **options)
 

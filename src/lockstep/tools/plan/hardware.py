@@ -17,6 +17,7 @@ from jax.experimental import topologies
 from lockstep._atomic_files import read_file
 from lockstep._errors import OptionError, shown
 from lockstep.collectives.cost_model import Network, NetworkLink
+from lockstep.devices.host_memory import host_memory
 from lockstep.devices.names import resolve_devices
 from lockstep.tools.running_scripts import environment_set
 
@@ -120,6 +121,15 @@ class Target:
     def count(self) -> int:
         """Number of devices."""
         return math.prod(self.axes)
+
+    @property
+    def usable_memory(self) -> int | None:
+        """Bytes that programs get on each device; None if unknown. Without a figure, CPU devices share the memory of this machine."""
+        known = self.accelerator.usable_memory
+        if known is not None or self.accelerator.platform != "cpu":
+            return known
+        host = host_memory()
+        return min(host.total, host.limit or host.total) // self.count
 
     def devices(self) -> list[jax.Device]:
         """Return the devices, which are only described, but for CPUs.

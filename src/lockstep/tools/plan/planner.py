@@ -502,11 +502,11 @@ def _row(
 ) -> PlanRow:
     step, left = result.step_of(batch), last_batch(surveyed.rows, batch)
     last = result.step_of(left)
-    usable = target.accelerator.usable_memory
+    usable = target.usable_memory
     found = [one for one in (step, last) if one is not None]
     failure = next((one.failure for one in found if one.failure), result.failure)
     known = [one.fits(usable) for one in found if not one.failure]
-    is_known = len(known) == (2 if left else 1) and (usable is not None or target.accelerator.platform == "cpu")
+    is_known = len(known) == (2 if left else 1) and usable is not None
     fits = False if False in known else True if is_known else None
     time = None if step is None or fits is False else estimate(step, surveyed, target, result.strategy, options.between)
     price = options.prices.get(target.name)
