@@ -1,5 +1,6 @@
 """Failure reports: headline and traceback, exit code of the job, and the root cause among several failures."""
 
+import dataclasses
 import signal
 
 import pytest
@@ -140,6 +141,16 @@ time.sleep(50)
 def test_a_worker_may_end_long_before_the_others(tmp_path):
     done = run("-n", 2, program(tmp_path, "wait_for(lambda: rank == 1 or is_there('done')); write('done')"))
     assert done.returncode == 0
+
+
+def test_the_report_ends_with_the_failure_of_another_worker_that_is_written_below_the_traceback():
+    cause = "lockstep: worker 1 finished after step 4. Fix: give all workers the same number of epochs."
+    record = ErrorRecord(1.0, False, "Traceback\nJaxRuntimeError: connection closed\n")
+    failure = ProcessFailure(
+        ProcessName("worker", 0), 13, 1.0, record, f"JaxRuntimeError: connection closed\n{cause}\n"
+    )
+    assert failure.report.endswith(f"connection closed\n{cause}\n")
+    assert dataclasses.replace(failure, last_lines="step 4\n").report.endswith("connection closed\n")
 
 
 def test_the_root_cause_several_failures_is_no_consequence():

@@ -123,9 +123,14 @@ class ProcessFailure:
 
     @property
     def report(self) -> str:
-        """The headline, then the traceback or else the last lines of the output, so that the cause is printed last."""
+        """The headline, then the traceback or else the last lines of the output, so that the cause is printed last.
+
+        Below the traceback a worker writes the failure of another worker from which its own has followed.
+        """
         if self.record is not None:
-            return f"{self.headline}. Its traceback:\n\n{self.record.text}"
+            last = self.last_lines.rstrip("\n").rpartition("\n")[2]
+            cause = f"{last}\n" if last.startswith("lockstep: ") and last not in self.record.text else ""
+            return f"{self.headline}. Its traceback:\n\n{self.record.text}{cause}"
         if self.last_lines:
             return f"{self.headline}. Its last lines:\n\n{self.last_lines}"
         return f"{self.headline}. It printed nothing.\n"
@@ -254,11 +259,11 @@ class WorkerProcess:
         """Why it failed; None while it runs and if it succeeded."""
         if not self.code:
             return None
-        record = self._record
+        record, last_lines = self._record, self._log_pump.last_lines
         if record is None:
-            return ProcessFailure(self.process, self.code, self.ended_at, None, self._log_pump.last_lines)
+            return ProcessFailure(self.process, self.code, self.ended_at, None, last_lines)
         code = max(self.code, 0) or USER_ERROR  # It may have been killed after it wrote the record.
-        return ProcessFailure(self.process, code, record.when, record, "")
+        return ProcessFailure(self.process, code, record.when, record, last_lines)
 
     @property
     def log_error(self) -> OSError | None:
