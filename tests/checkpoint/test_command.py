@@ -82,6 +82,9 @@ def test_export_takes_the_step_and_the_names_that_are_asked_for(tmp_path, capsys
             np.testing.assert_array_equal(found["model/dense/kernel"], small(step).arrays["model/dense/kernel"])
 
 
+DIRECTORY = "Fix: give the directory of a lockstep.callbacks.BackupAndRestore."
+
+
 def test_export_takes_the_newest_good_one(tmp_path, capsys, caplog):
     caplog.set_level("INFO", "lockstep")
     store = store_in(tmp_path / "runs", 7, 8)
@@ -94,9 +97,14 @@ def test_export_takes_the_newest_good_one(tmp_path, capsys, caplog):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["show", "nothing"], "nothing: no checkpoint found."),
-        (["verify", "nothing"], "nothing: no checkpoint found."),
-        (["export", "nothing", "out"], "nothing: no checkpoint found."),
+        (["show", "nothing"], f"nothing: no checkpoint found: there is no such directory. {DIRECTORY}"),
+        (["verify", "."], f"no checkpoint found: the directory has none. {DIRECTORY}"),
+        (["export", "nothing", "out"], f"nothing: no checkpoint found: there is no such directory. {DIRECTORY}"),
+        (
+            ["export", "runs", "model.weights.h5"],
+            "model.weights.h5: is the name of a file of Keras, and not of npz. Fix: choose another ending; for a file of Keras, "
+            "restore the checkpoint with fit and call model.save or model.save_weights.",
+        ),
         (
             ["export", "runs", "out", "--step", "9"],
             "no checkpoint of step 9. Fix: choose one that 'lockstep checkpoint show' lists.",

@@ -1,6 +1,7 @@
 """Environment of a program under ``lockstep run``, its output, and wrong usage."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -28,7 +29,7 @@ def test_a_program_sees_what_it_sees_without_lockstep(tmp_path, flags):
 import json, sys
 main = sys.modules["__main__"]
 print(json.dumps({
-    "argv": sys.argv, "orig_argv": sys.orig_argv[1:], "path": sys.path, "name": __name__, "file": __file__,
+    "argv": sys.argv, "seen": vars(sys).get("seen"), "orig_argv": sys.orig_argv[1:], "path": sys.path, "name": __name__, "file": __file__,
     "package": __package__, "spec": __spec__ and __spec__.name, "doc": __doc__, "cached": __cached__,
     "loader": type(__loader__).__name__, "main": vars(main) is globals(), "stdin": sys.stdin.read(),
     "builtins": type(__builtins__).__name__, "annotations": globals().get("__annotations__"),
@@ -38,7 +39,7 @@ print(json.dumps({
     (tmp_path / "package").mkdir()
     for name in ("package/script.py", "package/module.py", "package/__main__.py"):
         (tmp_path / name).write_text('"""A doc."""\nfrom __future__ import annotations\n' + code)
-    (tmp_path / "package" / "__init__.py").write_text("")
+    (tmp_path / "package" / "__init__.py").write_text("import sys\nsys.seen = list(sys.argv)\n")
     (tmp_path / "link.py").symlink_to("package/script.py")
     words = [*flags, "-n", "5", "--", "--tee", "a b", "-m"]
     common = {"cwd": tmp_path, "capture_output": True, "text": True, "timeout": 60, "stdin": subprocess.DEVNULL}
@@ -162,6 +163,7 @@ def test_programs_have_no_input(tmp_path):
     ("words", "message"),
     [
         (["no_such_file.py"], "no_such_file.py: there is no such file"),
+        ([os.path.dirname(__file__)], "is a folder, not a script. Fix: "),
         (["-n", "0", "x.py"], "--nproc-per-node: expected a whole number of at least 1, got 0"),
         (["--nnodes", "2", "x.py"], "--nnodes 2: the address of worker 0 is missing"),
         (

@@ -72,6 +72,19 @@ assert len(model.trainable_variables[0].value.sharding.device_set) == 2
     assert done.returncode == 0, done.stderr
 
 
+def test_workers_of_lockstep_run_that_train_by_themselves_are_logged(monkeypatch, caplog):
+    monkeypatch.setenv("WORLD_SIZE", "2")  # of torchrun, say, which may start one process for each node
+    with caplog.at_level("INFO", logger="lockstep"):
+        lockstep.MirroredStrategy(["cpu:0"])
+    assert "by itself" not in caplog.text
+    monkeypatch.setenv("LOCKSTEP_GENERATION", "0")
+    with caplog.at_level("INFO", logger="lockstep"):
+        lockstep.MirroredStrategy(["cpu:0"])
+    assert (
+        "lockstep run has started 2 workers, and with this strategy each of them trains by itself. Fix: " in caplog.text
+    )
+
+
 @pytest.mark.parametrize("replicas", [0, -1, 1.5, "2", True])
 def test_a_wrong_number_of_replicas_is_an_error(replicas):
     with pytest.raises(lockstep.OptionError, match="replicas: expected a whole number of at least 1, got"):

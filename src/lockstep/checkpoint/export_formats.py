@@ -70,7 +70,7 @@ def export(
         The number of arrays.
 
     Raises:
-        CheckpointError: no name matches, the output is there already, a package is missing, or the output cannot be written.
+        CheckpointError: no name matches, the output is there already or named as a file of Keras, a package is missing, or the output cannot be written.
 
     Example:
         >>> import tempfile
@@ -85,6 +85,11 @@ def export(
         >>> folder.cleanup()
     """
     path = Path(output).absolute()
+    if path.suffix in (".h5", ".keras"):
+        raise CheckpointError(
+            f"{output}: is the name of a file of Keras, and not of {format_name}. Fix: choose another ending; for a file of Keras, restore "
+            "the checkpoint with fit and call model.save or model.save_weights."
+        )
     arrays = {name: array for name, array in loaded.arrays.items() if fnmatch.fnmatchcase(name, only)}
     if not arrays:
         raise CheckpointError(f"{loaded.path}: no array name matches {only!r}. Fix: see 'lockstep checkpoint show -v'.")

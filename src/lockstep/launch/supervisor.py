@@ -70,9 +70,12 @@ def supervise(job: LaunchConfig, environment: Mapping[str, str], output: io.RawI
     node = find_node_rank(job)
     stop_at = None if job.timeout is None else time.monotonic() + job.timeout
     if not job.is_module and not os.path.isfile(job.program[0]):
-        raise OptionError(
-            f"{job.program[0]}: there is no such file. Fix: give the script after the options of lockstep run."
-        )
+        fix = "give the script after the options of lockstep run."
+        if os.path.isdir(job.program[0]):
+            raise OptionError(
+                f"{job.program[0]}: is a folder, not a script. Fix: {fix} For a package, give -m and its name."
+            )
+        raise OptionError(f"{job.program[0]}: there is no such file. Fix: {fix}")
     gpus = visible_gpus(environment)
     allocator = choose_allocator(
         job.allocator, environment, library_folders(environment), glibc_version(), uses_gpus=bool(gpus)

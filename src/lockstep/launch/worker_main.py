@@ -87,6 +87,7 @@ def _run_script(script: str, arguments: Sequence[str]) -> None:
 def _run_module(name: str, arguments: Sequence[str]) -> None:
     """Run a module, or a package's ``__main__``, as ``python -m name arguments…`` does."""
     _prepend_to_path(os.getcwd())
+    sys.argv = ["-m", *arguments]  # As Python has it while it imports the package.
     spec = importlib.util.find_spec(name)
     if spec is not None and spec.submodule_search_locations is not None:
         spec = importlib.util.find_spec(f"{name}.__main__")

@@ -1,5 +1,6 @@
 """Synchronous data parallelism on the devices of one process."""
 
+import os
 from collections.abc import Sequence
 
 import jax
@@ -7,6 +8,7 @@ import jax
 from lockstep._errors import OptionError, instance_of
 from lockstep.collectives import CommunicationOptions, Ops, ops_from_options
 from lockstep.data.fit_entry import InputOptions
+from lockstep.distributed.cluster.env_reader import launched_workers
 from lockstep.execution.variable_shards import Recompute
 from lockstep.strategies.base import Strategy
 from lockstep.strategies.setup import find_devices, one_axis_placement, prepare_process
@@ -71,6 +73,11 @@ class MirroredStrategy(Strategy):
             cross_device_ops = ops_from_options(communication_options)
         options = prepare_process(cross_device_ops, replicas, deterministic, input_options, shard, recompute)
         super().__init__(one_axis_placement(find_devices(devices), options), options)
+        if (workers := launched_workers(os.environ)) > 1:
+            self._log(
+                f"lockstep run has started {workers} workers, and with this strategy each of them trains by itself. Fix: make a "
+                "lockstep.MultiWorkerMirroredStrategy, or leave out lockstep run."
+            )
 
 
 def _check_options(options: CommunicationOptions, ops: Ops | None) -> None:

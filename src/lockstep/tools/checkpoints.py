@@ -23,7 +23,10 @@ def checkpoints_of(directory: str) -> list[Path]:
     path = Path(directory).absolute()
     paths = [path] if is_checkpoint(path) else CheckpointStore(path).paths()
     if not paths:
-        raise CheckpointError(f"{path}: no checkpoint found.")
+        found = "the directory has none" if os.path.isdir(path) else "there is no such directory"
+        raise CheckpointError(
+            f"{path}: no checkpoint found: {found}. Fix: give the directory of a lockstep.callbacks.BackupAndRestore."
+        )
     return paths
 
 

@@ -101,7 +101,8 @@ def _read(directory: Path) -> dict[str, Any]:
 
 def _unreadable(directory: Path, why: str) -> OptionError:
     return OptionError(
-        f"{directory / STATUS}: not a readable status of a run: {why}. Fix: use the version of Lockstep that wrote it."
+        f"{directory / STATUS}: not a readable status of a run: {why}. Fix: give the folder of a run, and use the version of Lockstep "
+        "that wrote it."
     )
 
 

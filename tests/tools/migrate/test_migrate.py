@@ -587,6 +587,16 @@ def test_the_command_shows_the_difference_and_writes_only_when_told(tmp_path, ca
     assert capsys.readouterr().err == f"{path}: nothing to translate\n"
 
 
+def test_what_is_left_to_do_by_hand_is_said_again(tmp_path, capsys):
+    path = tmp_path / "train.py"
+    path.write_text(f"{TF}tf.GradientTape()\n")
+    for _ in range(2):
+        assert cli.main(["migrate", str(path), "--write"]) == 1
+    said = capsys.readouterr().err
+    assert f"{path}: written; 1 left to do by hand" in said
+    assert f"{path}: nothing to translate; 1 left to do by hand" in said
+
+
 def test_the_difference_has_the_lines_of_the_file(tmp_path, capsys):
     path = tmp_path / "train.py"
     path.write_text(f'{TF}\x0c\nx = "\x85"\ntf.keras.Model\n')

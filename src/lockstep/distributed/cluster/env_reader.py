@@ -181,6 +181,25 @@ def job_generation(environ: Mapping[str, str]) -> int:
     return _generation(environ, JOB_GENERATION if JOB_GENERATION in environ else GENERATION)
 
 
+def launched_workers(environ: Mapping[str, str]) -> int:
+    """Return how many workers of this job ``lockstep run`` has started; 1 in a process that it has not started.
+
+    Args:
+        environ: names and values.
+
+    Raises:
+        ClusterConfigError: the number is no whole number of at least 1.
+
+    Example:
+        >>> launched_workers({"WORLD_SIZE": "2"}), launched_workers({"WORLD_SIZE": "2", "LOCKSTEP_GENERATION": "0"})
+        (1, 2)
+    """
+    own = EnvReader("Lockstep", environ, "leave it to lockstep run, which sets it.")
+    return (
+        own.integer("WORLD_SIZE", "the number of workers", minimum=1) if {GENERATION, "WORLD_SIZE"} <= {*environ} else 1
+    )
+
+
 def _generation(environ: Mapping[str, str], name: str) -> int:
     own = EnvReader("Lockstep", environ, "leave it to lockstep run, which sets it.")
     return own.integer(name, "the number of restarts", minimum=0) if name in environ else 0

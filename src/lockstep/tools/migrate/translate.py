@@ -288,6 +288,8 @@ class Migration:
         if translation.before == translation.after and not translation.todos:
             return f"{self.path}: nothing to translate"
         state = "written" if self.is_written else "shown above; --write changes the file"
+        if translation.before == translation.after:
+            state = "nothing to translate"
         lines = [f"{self.path}: {state}; {len(translation.todos) or 'nothing'} left to do by hand"]
         return "\n".join([*lines, *(f"  line {todo.line}: {todo.sentence}" for todo in translation.todos)])
 
@@ -319,7 +321,11 @@ def _read(path: str) -> tuple[str, str | None]:
     try:
         with open(path, encoding="utf-8-sig") as file:
             text, newline = file.read(), file.newlines
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise OptionError(
+            f"{path}: cannot be read: {error.strerror or error}. Fix: give the paths of Python files."
+        ) from None
+    except UnicodeDecodeError as error:
         raise OptionError(f"{path}: cannot be read: {error}. Fix: give Python files in UTF-8.") from None
     return text, newline if isinstance(newline, str) else None
 

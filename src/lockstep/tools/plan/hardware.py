@@ -213,7 +213,7 @@ def known_accelerators(path: Path | None = None) -> dict[str, Accelerator]:
             text = read_file(path, MAX_BYTES).decode()
         except (OSError, UnicodeDecodeError) as error:
             raise OptionError(
-                f"hardware_file: {shown(path)} cannot be read: {error}. Fix: give a file of TOML."
+                f"hardware_file: {str(path)!r} cannot be read: {error}. Fix: give a file of TOML."
             ) from error
         found |= _parse(text, str(path))
     return found
