@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep._errors import LockstepError, OptionError, whole_number
+from lockstep._version import __version__
 from lockstep.launch.job_scripts import JOB_SCRIPTS
 from lockstep.launch.launch_config import LaunchConfig
 from lockstep.launch.worker_environment import ALLOCATORS
@@ -45,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options, unknown = parser.parse_known_args(words[:separator])
     if unknown:
         hint = "; give arguments of the script last, after --" if takes_script else ""
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+        getattr(options, "parser", parser).error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     options.script_arguments = words[separator + 1 :]
     if words[:1] in (["run"], ["doctor"]):
         options.arguments = _with_separator(words, options)
@@ -68,6 +69,7 @@ def _with_separator(words: list[str], options: argparse.Namespace) -> list[str]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="lockstep", description="Train Keras models on many devices, exactly.")
+    parser.add_argument("--version", action="version", version=f"lockstep {__version__}")
     commands = parser.add_subparsers(title="commands")
     demo = commands.add_parser("demo", help="train on two replicas and check the numbers against one device")
     demo.add_argument("--data", choices=("digits", "mnist"), default="digits", help="digits ship with scikit-learn")
@@ -94,6 +96,8 @@ def _parser() -> argparse.ArgumentParser:
     environment.set_defaults(run=_env)
     _add_inspection(commands)
     _add_checkpoint(commands)
+    for command in commands.choices.values():
+        command.set_defaults(parser=command)  # For its usage in an error.
     return parser
 
 

@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+import lockstep
+from lockstep import cli
 from tests.launch.launching import environment, program, run
 
 
@@ -157,6 +159,15 @@ def test_programs_have_no_input(tmp_path):
         timeout=60,
     )
     assert done.stdout == "[worker 0] \n"
+
+
+def test_an_unknown_option_shows_the_usage_of_the_command(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["env", "more"])
+    assert capsys.readouterr().err.startswith("usage: lockstep env ")
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["--version"])
+    assert capsys.readouterr().out == f"lockstep {lockstep.__version__}\n"
 
 
 @pytest.mark.parametrize(
