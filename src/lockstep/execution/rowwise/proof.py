@@ -168,13 +168,16 @@ class _JaxprReader:
 
         if [one.primitive.name for one in first.eqns] != [other.primitive.name for other in second.eqns]:
             return [self._difference(first, second)] * len(first.outvars)
+        zeros: set[Any] = set()
         for equations in zip(first.eqns, second.eqns, strict=True):
             inputs = [dep(*atoms) for atoms in zip(equations[0].invars, equations[1].invars, strict=True)]
-            pair = EquationPair(equations, self.rows)
+            pair = EquationPair(equations, self.rows, zeros)
             try:
                 found = self._results(pair, inputs)
             except MixedRowsError as error:
                 found = [Mixed(str(error)).located_at(equations[0])] * len(equations[0].outvars)
+            if found == [None] and pair.name in _KEEP_ZEROS and pair.is_zero(0):
+                zeros.update(equations[0].outvars)
             known.update(zip(equations[0].outvars, found, strict=True))
             counterparts.update(zip(equations[0].outvars, equations[1].outvars, strict=True))
         return [dep(*atoms) for atoms in zip(first.outvars, second.outvars, strict=True)]

@@ -3,7 +3,7 @@
 import os
 import re
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -178,10 +178,12 @@ class EquationPair:
     Attributes:
         equations: the equation in each trace.
         rows: number of rows of each trace.
+        zeros: variables of the first trace that hold zeros.
     """
 
     equations: tuple[JaxprEqn, JaxprEqn]
     rows: tuple[int, int]
+    zeros: Set[Any] = frozenset()
 
     @property
     def name(self) -> str:
@@ -192,6 +194,13 @@ class EquationPair:
     def num_results(self) -> int:
         """Number of results."""
         return len(self.equations[0].outvars)
+
+    def is_zero(self, number: int) -> bool:
+        """Return whether an input that is the same in both traces holds zeros."""
+        atom = self.equations[0].invars[number]
+        if isinstance(atom, Literal):
+            return np.ndim(atom.val) == 0 and float(atom.val) == 0
+        return atom in self.zeros
 
     def param(self, name: str) -> Any:
         """Return a parameter that :func:`check_params` found to be the same in both equations."""

@@ -3,11 +3,9 @@
 from collections.abc import Callable
 from dataclasses import replace
 from math import prod
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Literal
 
 from lockstep.execution.rowwise.row_axes import (
     EquationPair,
@@ -454,7 +452,7 @@ def sum_rule(pair: EquationPair, inputs: RowDependences) -> RowDependence:
     """Return the dependence of a linear operation on sums or means over the rows, or None if the operation is no such."""
     if inputs == [RowCount()] and pair.name in ("convert_element_type", "copy", "copy_p"):
         return None if _is_rounded(pair) else RowCount()
-    if pair.name == "eq" and inputs == [RowCount(), None] and _is_zero(pair.equations[0].invars[1]):
+    if pair.name == "eq" and inputs == [RowCount(), None] and pair.is_zero(1):
         return NeverTrue()
     if pair.name == "div" and inputs == [RowSum(), RowCount()]:
         return None if _is_rounded(pair) else RowMean()
@@ -467,14 +465,15 @@ def sum_rule(pair: EquationPair, inputs: RowDependences) -> RowDependence:
         or (pair.name == "mul" and None in inputs)
         or (pair.name == "div" and inputs[1] is None)
         or (pair.name in ("concatenate", "stack") and (kind is RowMean or None not in inputs))
-        or (pair.name in ("add", "sub", "add_any") and (kind is RowMean or _adds_only_zero(pair, inputs)))
+        or (pair.name in ("add", "sub", "add_any") and (kind is RowMean or _others_are_zero(pair, inputs)))
+        or (pair.name == "select_n" and inputs[0] is None and (kind is RowMean or _others_are_zero(pair, inputs, 1)))
     )
     return kind() if is_linear and not _is_rounded(pair) else None
 
 
-def _adds_only_zero(pair: EquationPair, inputs: RowDependences) -> bool:
-    """Return whether only sums over the rows and zeros are added."""
-    return all(one is not None or _is_zero(atom) for one, atom in zip(inputs, pair.equations[0].invars, strict=True))
+def _others_are_zero(pair: EquationPair, inputs: RowDependences, first: int = 0) -> bool:
+    """Return whether the inputs, from number ``first`` on, are only sums over the rows and zeros."""
+    return all(inputs[number] is not None or pair.is_zero(number) for number in range(first, len(inputs)))
 
 
 def _is_rounded(pair: EquationPair) -> bool:
@@ -484,10 +483,6 @@ def _is_rounded(pair: EquationPair) -> bool:
         return False
     is_narrower = after.itemsize < before.itemsize or np.dtype(bool) in (before, after)
     return jnp.issubdtype(before, jnp.inexact) or pair.name == "div" or is_narrower
-
-
-def _is_zero(atom: Any) -> bool:
-    return isinstance(atom, Literal) and np.ndim(atom.val) == 0 and float(atom.val) == 0
 
 
 _LINEAR_OPERATIONS = frozenset(
