@@ -199,7 +199,7 @@ class EquationPair:
         """Return whether an input that is the same in both traces holds zeros."""
         atom = self.equations[0].invars[number]
         if isinstance(atom, Literal):
-            return np.ndim(atom.val) == 0 and float(atom.val) == 0
+            return np.ndim(atom.val) == 0 and not np.any(np.asarray(atom.val))
         return atom in self.zeros
 
     def param(self, name: str) -> Any:
