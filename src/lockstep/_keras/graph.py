@@ -32,6 +32,7 @@ from lockstep._keras.patches import (
 )
 
 _NUMBERS = (bool, int, float, complex, np.generic, np.ndarray)
+_LEAVES = (*_NUMBERS, jax.Array)
 AttributeLeaf = tuple[Any, str, int]  # a layer, the name of its attribute, and the number of the leaf in that tree
 
 
@@ -181,7 +182,7 @@ def attributes_kept(model: keras.Layer) -> Iterator[None]:
         (layer, name, value, keras.tree.flatten(value), layer.built)
         for layer in model._flatten_layers()
         for name, value in vars(layer).items()
-        if value is None or isinstance(value, (*_NUMBERS, jax.Array, list, tuple, dict))
+        if value is None or isinstance(value, (*_LEAVES, list, tuple, dict))
     ]
     try:
         yield
@@ -192,10 +193,10 @@ def attributes_kept(model: keras.Layer) -> Iterator[None]:
 
 
 def _restore(layer: keras.Layer, name: str, value: Any, leaves: list[Any]) -> None:
+    """Give an attribute its earlier ``value``, or a tree of the same size its earlier ``leaves``, if it has other numbers or arrays."""
     now = vars(layer)[name]
     found = keras.tree.flatten(now)
-    kinds = (*_NUMBERS, jax.Array)
-    changed = [isinstance(new, kinds) and new is not old for new, old in zip(found, leaves, strict=False)]
+    changed = [isinstance(new, _LEAVES) and new is not old for new, old in zip(found, leaves, strict=False)]
     if not any(changed):
         return
     if isinstance(value, (list, tuple, dict)):

@@ -1,4 +1,4 @@
-"""Functions that need no strategy object: ``get_strategy`` and its like, and losses averaged over the global batch."""
+"""Functions that need no strategy object: ``get_strategy`` and its like."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext

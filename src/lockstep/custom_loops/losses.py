@@ -8,11 +8,7 @@ import numpy as np
 
 from lockstep._errors import InputError, shown
 from lockstep.custom_loops.per_replica import check_arrays, fits_jax, value_of
-from lockstep.custom_loops.replica_context import (
-    as_floating,
-    current_replica,
-    current_strategy,
-)
+from lockstep.custom_loops.replica_context import as_floating, current_replica, current_strategy
 from lockstep.execution.step_functions import is_in_step
 
 

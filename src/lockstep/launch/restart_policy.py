@@ -6,11 +6,7 @@ from dataclasses import dataclass, field
 
 from lockstep._errors import USER_ERROR
 from lockstep.launch.rank_assignment import ProcessName
-from lockstep.launch.worker_process import (
-    USAGE,
-    ProcessFailure,
-    WorkerProcess,
-)
+from lockstep.launch.worker_process import USAGE, ProcessFailure, WorkerProcess
 
 _MAX_BACKOFF = 30.0  # seconds; the first wait is 1 s, each further one twice as long
 _FINAL = (USER_ERROR, USAGE)  # The restarted process would fail alike, and so would the other workers.

@@ -19,11 +19,7 @@ from lockstep._errors import DONE, NO_PROGRESS, OptionError
 from lockstep.distributed.cluster.env_reader import NetworkOptions, visible_gpus
 from lockstep.distributed.control.handshake import check_closed
 from lockstep.launch.launch_config import LaunchConfig
-from lockstep.launch.local_workers import (
-    STOP_SIGNALS,
-    LocalWorkers,
-    RemoteStop,
-)
+from lockstep.launch.local_workers import STOP_SIGNALS, LocalWorkers, RemoteStop
 from lockstep.launch.log_multiplexer import TerminalWriter
 from lockstep.launch.rank_assignment import (
     AnyRankAssignment,

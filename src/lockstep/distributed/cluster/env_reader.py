@@ -194,15 +194,17 @@ def launched_workers(environ: Mapping[str, str]) -> int:
         >>> launched_workers({"WORLD_SIZE": "2"}), launched_workers({"WORLD_SIZE": "2", "LOCKSTEP_GENERATION": "0"})
         (1, 2)
     """
-    own = EnvReader("Lockstep", environ, "leave it to lockstep run, which sets it.")
-    return (
-        own.integer("WORLD_SIZE", "the number of workers", minimum=1) if {GENERATION, "WORLD_SIZE"} <= {*environ} else 1
-    )
+    if GENERATION not in environ or "WORLD_SIZE" not in environ:
+        return 1
+    return _of_launcher(environ).integer("WORLD_SIZE", "the number of workers", minimum=1)
 
 
 def _generation(environ: Mapping[str, str], name: str) -> int:
-    own = EnvReader("Lockstep", environ, "leave it to lockstep run, which sets it.")
-    return own.integer(name, "the number of restarts", minimum=0) if name in environ else 0
+    return _of_launcher(environ).integer(name, "the number of restarts", minimum=0) if name in environ else 0
+
+
+def _of_launcher(environ: Mapping[str, str]) -> EnvReader:
+    return EnvReader("Lockstep", environ, "leave it to lockstep run, which sets it.")
 
 
 def visible_gpus(environment: Mapping[str, str], devices: Path = _DEVICES) -> list[str]:
