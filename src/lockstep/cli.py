@@ -421,7 +421,8 @@ def _verify(options: argparse.Namespace) -> int:
     for path in checkpoints_of(options.directory):
         problems = verify(path, key)
         code = 1 if problems else code
-        print(f"{path.name}: {'damaged' if problems else good}", *problems, sep="\n  ")
+        state = good if not problems else "damaged" if verify(path) else "intact, but not signed with the key"
+        print(f"{path.name}: {state}", *problems, sep="\n  ")
     return code
 
 
@@ -525,9 +526,9 @@ def _add_workers(group: Any) -> None:
     _add(group, "--coordinator", metavar="HOST:PORT", help="address of worker 0 (default: a free port of this machine)")
     _add(group, "--hosts", metavar="A,B", help="all nodes in order, each HOST or HOST:PORT")
     text = "with MIN:MAX, how long to wait for more nodes once MIN have joined (default: 30)"
-    _add(group, "--join-seconds", type=float, default=30.0, metavar="S", help=text)
+    _add(group, "--join-seconds", type=float, metavar="S", help=text)
     text = "with MIN:MAX, limit of the wait for MIN nodes (default: 600)"
-    _add(group, "--start-seconds", type=float, default=600.0, metavar="S", help=text)
+    _add(group, "--start-seconds", type=float, metavar="S", help=text)
 
 
 def _nodes(text: str) -> tuple[int | None, int]:
@@ -547,9 +548,11 @@ def _config_from_options(options: argparse.Namespace) -> LaunchConfig:
     """
     _check_servers(options)
     _check_container(options)
+    _check_waits(options)
     hosts = None if options.hosts is None else tuple(host.strip() for host in options.hosts.split(","))
     least, most = options.nnodes or (None, len(hosts or ("this",)))
-    same_names = {one.name: vars(options)[one.name] for one in fields(LaunchConfig) if one.name in options}
+    names = [one.name for one in fields(LaunchConfig)]
+    same_names = {name: value for name, value in vars(options).items() if name in names and value is not None}
     others = {
         "program": (options.script, *options.arguments),
         "workers": next((count for count in (options.workers, options.nproc_per_node) if count is not None), 1),
@@ -571,6 +574,13 @@ def _check_container(options: argparse.Namespace) -> None:
         raise OptionError(
             "--container-mounts: it is for --print slurm with --container-image. Fix: give these, or omit it."
         )
+
+
+def _check_waits(options: argparse.Namespace) -> None:
+    """Reject waits for nodes where their number is fixed."""
+    for option, value in {"--join-seconds": options.join_seconds, "--start-seconds": options.start_seconds}.items():
+        if value is not None and (options.nnodes or (None, 1))[0] is None:
+            raise OptionError(f"{option}: it is for a range of nodes. Fix: give --nnodes MIN:MAX, or omit it.")
 
 
 def _check_servers(options: argparse.Namespace) -> None:

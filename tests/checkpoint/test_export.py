@@ -217,7 +217,7 @@ def refused_or_equal(target, snapshot):
         (b"", "is foreign or truncated"),
         (b"#!/bin/sh\n", "is foreign or truncated"),
         (b"\x89HDF\r\n\x1a\n" + bytes(100), "is foreign or truncated"),
-        (b"PK\x03\x04" + bytes(100), "is damaged, or no npz file: BadZipFile"),
+        (b"PK\x03\x04" + bytes(100), "is damaged, or no npz file: BadZipFile: .*Fix: write it anew"),
     ],
 )
 def test_read_export_refuses_foreign_files(begin, problem, tmp_path):

@@ -310,6 +310,16 @@ def test_reduce_and_gather_keep_trees(strategy):
     np.testing.assert_array_equal(strategy.gather(np.ones((2, 1)), axis=1), np.ones((2, 1)))
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_the_mean_of_many_numbers_of_16_bits_is_that_of_numpy_in_32(strategy, dtype):
+    x = jnp.asarray(np.random.default_rng(0).random(70_000), dtype)
+    found = strategy.reduce("MEAN", one_batch(strategy, x), axis=0)
+    assert found.dtype == x.dtype
+    assert float(found) == float(jnp.asarray(np.asarray(x, "float32").mean(), dtype))
+    large = strategy.experimental_distribute_values_from_function(lambda _: jnp.asarray(30_000.0, dtype))
+    assert float(strategy.reduce("MEAN", large, axis=None)) == float(jnp.asarray(30_000.0, dtype))
+
+
 def test_reduce_over_another_axis_and_of_a_shared_value():
     strategy = make(2)
     x = np.arange(12.0, dtype="float32").reshape(4, 3)

@@ -188,6 +188,8 @@ def test_an_unknown_option_shows_the_usage_of_the_command(capsys):
         (["--hosts", "198.51.100.1,198.51.100.2", "x.py"], "none of the hosts is this machine"),
         (["--coordinator", "a:b", "x.py"], "--coordinator: expected an address"),
         (["--tee", "x.py"], "--log-dir is missing"),
+        (["--nnodes", "2", "--join-seconds", "9", "x.py"], "--join-seconds: it is for a range of nodes. Fix: "),
+        (["--start-seconds", "9", "x.py"], "--start-seconds: it is for a range of nodes. Fix: "),
         (["--log-dir", "/dev/null/logs", __file__], "--log-dir /dev/null/logs: "),
         (["--grace", "-1", "x.py"], "--grace: expected a number of seconds, 0 or more, got -1"),
         (["--timeout", "nan", "x.py"], "--timeout: expected a number of seconds, 0 or more, got nan"),

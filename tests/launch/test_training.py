@@ -39,6 +39,16 @@ def test_the_names_of_variables_are_those_that_strategies_read(tmp_path):
     assert done.stdout == "[worker 0] none\n"
 
 
+def test_a_program_without_a_strategy_is_told_that_each_worker_ran_it(tmp_path):
+    code = 'os.environ["KERAS_BACKEND"] = "jax"\nimport keras\n'
+    line = "the program has made no strategy, so each of the 2 workers ran it by itself. Fix: "
+    plain = program(tmp_path, code)
+    assert run("-n", 2, plain).stdout.count(line) == 1
+    assert line not in run("-n", 1, plain).stdout
+    other = program(tmp_path, "", "other.py")
+    assert line not in run("-n", 2, other).stdout
+
+
 @pytest.mark.slow
 def test_the_error_of_one_worker_is_what_stands_last(tmp_path):
     done = run("-n", 2, "--grace", 10, program(tmp_path, TRAINING.format(failure="raise ValueError('of worker 1')")))
@@ -54,3 +64,4 @@ def test_a_job_that_lost_a_worker_is_trained_after_a_restart(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "worker 1 was killed by SIGKILL" in done.stderr
     assert done.stdout.splitlines()[-1] == "[worker 0] trained on 2"
+    assert "has made no strategy" not in done.stdout

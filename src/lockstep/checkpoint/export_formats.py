@@ -125,7 +125,7 @@ def read_export(output: str, key: bytes | None = None) -> tuple[int, Snapshot]:
     path = Path(output)
     with _errors(output, "cannot be read"):
         chosen = FORMATS[format_of(path)]
-    with _errors(output, f"is damaged, or no {chosen.name} file"):
+    with _errors(output, f"is damaged, or no {chosen.name} file", "write it anew with 'lockstep checkpoint export'"):
         encoded, arrays = chosen.read(path)
     if encoded is None:
         raise CheckpointError(
@@ -184,7 +184,7 @@ def _restored(array: np.ndarray | None, name: str, entry: Entry, output: str) ->
 
 
 @contextmanager
-def _errors(output: str, problem: str) -> Iterator[None]:
+def _errors(output: str, problem: str, fix: str = "") -> Iterator[None]:
     """Turn errors of files and of packages, which are of any type, into one of ours."""
     try:
         yield
@@ -194,7 +194,8 @@ def _errors(output: str, problem: str) -> Iterator[None]:
         raise CheckpointError(f"{output}: {problem}: {error.strerror or error}.", error.errno) from error
     except Exception as error:
         text = str(error).partition("\n")[0][:300]
-        raise CheckpointError(f"{output}: {problem}: {type(error).__name__}: {text}") from error
+        end = f". Fix: {fix}." if fix else ""
+        raise CheckpointError(f"{output}: {problem}: {type(error).__name__}: {text}{end}") from error
 
 
 def _package(module: str, extra: str) -> Any:

@@ -246,6 +246,9 @@ class StrategyApi:
         check_replicas("reduce", value, self._placement.replicas)
         count: int = self._placement.replicas
         value = jax.tree.map(as_floating if op is ReduceOp.MEAN else bools_as_integers, value)
+        dtype = value.groups[0].dtype
+        if op is ReduceOp.MEAN:  # In float32 at least, like jnp.mean: the sum of many float16 may be infinite.
+            value = jax.tree.map(lambda array: array.astype(jnp.promote_types(dtype, jnp.float32)), value)
         if axis is not None:
             for array in value.groups:
                 check_axis("strategy.reduce: axis", array.shape[1:], axis)
@@ -254,7 +257,7 @@ class StrategyApi:
             groups = tuple(jnp.sum(array, axis=inner, dtype=array.dtype) for array in value.groups)
             value = PerReplica(groups, value.members)
         (total,) = sum_over_replicas([value], self._placement.replicas, self._sum_stacks)
-        return total / count if op is ReduceOp.MEAN else total
+        return (total / count).astype(dtype) if op is ReduceOp.MEAN else total
 
     def gather(self, value: Any, axis: int) -> Any:
         """Join the replicas' arrays along ``axis``, in the order of the replicas.

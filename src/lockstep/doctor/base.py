@@ -61,7 +61,7 @@ class Finding:
         what: the observation.
         where: layer, variable, argument or file; "" for the whole program.
         why: why it matters.
-        cure: the remedy.
+        fix: the remedy.
 
     Example:
         >>> from lockstep.doctor.base import Finding
@@ -73,17 +73,17 @@ class Finding:
     what: str
     where: str
     why: str
-    cure: str
+    fix: str
 
     @property
     def line(self) -> str:
         """The finding in one line, without a full stop."""
         where = f" ({self.where})" if self.where else ""
-        return f"{self.name}: {self.what}{where}: {self.why}. {self.cure}"
+        return f"{self.name}: {self.what}{where}: {self.why}. {self.fix}"
 
     def __str__(self) -> str:
         return (
-            f"{self.name}: {self.what}\n  where  {self.where or 'the whole'}\n  why    {self.why}\n  fix    {self.cure}"
+            f"{self.name}: {self.what}\n  where  {self.where or 'the whole'}\n  why    {self.why}\n  fix    {self.fix}"
         )
 
 

@@ -310,7 +310,7 @@ def check_input_speed(probed: ProbedBatches, steps: StepTimings, where: str) -> 
     share = waiting_share(probed, steps)
     if share < BOUND or (probed.seconds or 0) - steps.seconds < _MIN_WAIT_SECONDS:
         return []
-    what, cure = describe_waiting(share)
+    what, fix = describe_waiting(share)
     reads, runs = 1000 * (probed.seconds or 0), 1000 * steps.seconds
     why = f"a batch of {probed.name} is read in {reads:.1f} ms, and a step takes {runs:.1f} ms"
-    return [Finding("input-bound", what, where, why, cure)]
+    return [Finding("input-bound", what, where, why, fix)]

@@ -158,7 +158,7 @@ def check_memory(
             f"{subject} {step / _GIB:.1f} GiB on each of {len(own)} devices{kept}; {free / _GIB:.1f} GiB are free",
             call.at_fit,
             "the system kills a process that uses more memory than there is, without a Python error",
-            _cure(cached > step),
+            _fix_of_memory(cached > step),
         )
 
 
@@ -169,13 +169,13 @@ def check_layout(call: FitCall) -> Iterator[Finding]:
     try:
         layout = call.settings.layout(call.model)
     except ModelError as error:
-        what, _, cure = str(error).removeprefix("layout: ").partition(" Fix: ")
+        what, _, fix = str(error).removeprefix("layout: ").partition(" Fix: ")
         yield Finding(
             "layout-rule",
             what,
             call.at_fit,
             "the first step ends with this error",
-            capitalized(cure.removesuffix(".")) if cure else "Change the rule",
+            capitalized(fix.removesuffix(".")) if fix else "Change the rule",
         )
         return
     if layout is None or all(row.axis is None for row in layout.variables):
@@ -229,11 +229,11 @@ def _on_a_device(call: FitCall, devices: list[jax.Device], need: int, subject: s
                 f"{subject} {need / _GIB:.1f} GiB on each device, with what is cached there; {device} has {limit / _GIB:.1f} GiB",
                 call.at_fit,
                 "the first step ends with RESOURCE_EXHAUSTED",
-                _cure(call.settings.input_options.cache == "device"),
+                _fix_of_memory(call.settings.input_options.cache == "device"),
             )
 
 
-def _cure(is_cache: bool) -> str:
+def _fix_of_memory(is_cache: bool) -> str:
     if is_cache:
         return 'Use InputOptions(cache="a/file") or no cache'
     return (
@@ -352,15 +352,15 @@ def _unreachable(peer: ClusterPeer, failure: str | None, limit: float) -> Iterat
         why = (
             "that is normal if it has not been started; otherwise something between the machines refuses the connection"
         )
-        cure = "Start it and run the check again; if it runs, check that it listens at this address and that no firewall blocks the port"
+        fix = "Start it and run the check again; if it runs, check that it listens at this address and that no firewall blocks the port"
     elif failure.startswith("name"):
         what = f"{peer.name}: the name {host_of(peer.address)!r} has no address"
-        why, cure = failure, "Add it to DNS or to /etc/hosts of this machine, or use addresses in the cluster"
+        why, fix = failure, "Add it to DNS or to /etc/hosts of this machine, or use addresses in the cluster"
     else:
         what = f"{peer.name} at {peer.address}: {failure}"
         why = "its machine is off or has another address, or a firewall drops the packets"
-        cure = "Check the address, and open the ports of the job between the machines"
-    yield Finding("worker-not-reached", what, f"from this machine, within {limit:g} s", why, cure)
+        fix = "Check the address, and open the ports of the job between the machines"
+    yield Finding("worker-not-reached", what, f"from this machine, within {limit:g} s", why, fix)
 
 
 def _connect_all(peers: Sequence[ClusterPeer], limit: float) -> list[str | None]:

@@ -21,6 +21,7 @@ from importlib.machinery import ModuleSpec, SourceFileLoader
 from types import CodeType, ModuleType, TracebackType
 
 from lockstep._errors import INTERRUPTED, USER_ERROR, ClusterError
+from lockstep.distributed.cluster.env_reader import launched_workers
 from lockstep.launch.worker_process import (
     FORWARDED,
     ErrorRecord,
@@ -60,9 +61,11 @@ def _run_program(is_module: bool, command: list[str], error: int) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)  # It is a pipe, but a user may watch it.
-    worker = os.getpid()
+    worker, workers, is_first = os.getpid(), launched_workers(os.environ), os.environ.get("RANK") == "0"
     try:
         (_run_module if is_module else _run_script)(command[0], command[1:])
+        if is_first and workers > 1:
+            _warn_if_no_strategy(workers)
     except SystemExit:
         raise
     except KeyboardInterrupt as interrupt:
@@ -72,6 +75,18 @@ def _run_program(is_module: bool, command: list[str], error: int) -> None:
         if os.getpid() != worker:  # A fork of the program exits as under plain Python.
             raise
         _exit_with_error(exception.with_traceback(_program_frames(exception)), error)
+
+
+def _warn_if_no_strategy(workers: int) -> None:
+    """Say that each worker did the same, if a program with Keras has made no strategy and has not initialized JAX's cluster."""
+    if "keras" not in sys.modules or "lockstep.strategies" in sys.modules:
+        return
+    if "jax" in sys.modules and sys.modules["jax"].distributed.is_initialized():
+        return
+    sys.stderr.write(
+        f"lockstep: the program has made no strategy, so each of the {workers} workers ran it by itself. Fix: make a "
+        "lockstep.MultiWorkerMirroredStrategy and the model in its scope, or leave out lockstep run.\n"
+    )
 
 
 def _run_script(script: str, arguments: Sequence[str]) -> None:

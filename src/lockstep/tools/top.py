@@ -64,7 +64,7 @@ def picture(directory: str | Path, now: Callable[[], float] = time.time) -> Rend
         slow = slowest(rows)
         if slow is not None:
             lines.append(f"slowest: {_describe_slowest(rows, slow)}")
-        return Group(*(Text(line) for line in lines), _table(rows, slow))
+        return Group(*(Text(line) for line in lines), _table(rows, slow, status["state"] == "ended"))
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise _unreadable(path, repr(error)) from error
 
@@ -139,23 +139,18 @@ def _describe_slowest(rows: Sequence[Mapping[str, Any]], slow: int) -> str:
     )
 
 
-def _table(rows: Sequence[Mapping[str, Any]], slow: int | None) -> Table:
+def _table(rows: Sequence[Mapping[str, Any]], slow: int | None, has_ended: bool) -> Table:
+    """Return a row for each worker; after the end without what the last heartbeats said of its step, which is older."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in _COLUMNS:
         table.add_column(name, justify="left" if name in ("host", "does") else "right", no_wrap=True)
     for row in rows:
         silent = f"silent for {_format_duration(row['silent'])}" if row["silent"] > 3 else row["phase"]
-        does = "has left" if row["left"] else silent
+        step, does, lasts = f"{row['step']:,}", "has left" if row["left"] else silent, _format_duration(row["seconds"])
+        if has_ended:
+            step, does, lasts = "-", "has ended", "-"
         portions = (f"{row[name]:.0%}" if name in row else "-" for name in ("waited", "read"))
-        cells = (
-            row["worker"],
-            row["host"],
-            row["pid"],
-            f"{row['step']:,}",
-            does,
-            _format_duration(row["seconds"]),
-            *portions,
-        )
+        cells = (row["worker"], row["host"], row["pid"], step, does, lasts, *portions)
         table.add_row(*map(str, cells), style="yellow" if row["worker"] == slow else None)
     return table
 

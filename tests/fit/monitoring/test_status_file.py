@@ -74,6 +74,7 @@ def test_a_run_tells_where_it_stands(tmp_path, capsys):
     assert "last checkpoint: step 10, " in printed
     assert f" {socket.gethostname()} " in printed
     assert f" {os.getpid()} " in printed
+    assert " has ended " in printed
     assert "last checkpoint" not in text(tmp_path / "logs")
 
 

@@ -232,6 +232,7 @@ def test_names_and_calls(before, after):
     ("before", "after"),
     [
         ("import tensorflow.keras as k\nk.Model", "import keras as k\nk.Model"),
+        ("import keras, numpy as np\nkeras.Model", "import keras, numpy as np\nkeras.Model"),
         ("from tensorflow import keras\nkeras.Model", "import keras\nkeras.Model"),
         ("from tensorflow.keras.layers import *\nDense", "from keras.layers import *\nDense"),
         ("from tensorflow.keras import layers as L, models\nL.Dense", "from keras import layers as L, models\nL.Dense"),

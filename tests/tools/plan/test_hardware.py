@@ -1,5 +1,7 @@
 """Hardware of a plan: the data sheets, and the names of targets."""
 
+from types import SimpleNamespace
+
 import jax
 import pytest
 
@@ -100,6 +102,7 @@ def test_a_file_of_the_user_adds_accelerators_and_replaces_known_ones(tmp_path):
         ("[x]\nname = 'x'\nplatform = 'npu'\nsource = ''", "x: platform: expected one of cpu, cuda, tpu, got 'npu'"),
         ("[x]\nname = 'x'\nplatform = 'tpu'\nsource = ''\nmemory = -1", "x: memory: expected a positive number, got -1"),
         ("[x]\nname = 'x'\nplatform = 'tpu'\nsource = ''\nspeed = 1", "x: unknown entry speed"),
+        ("[x]\nname = 'x'\nplatform = 'cuda'\nsource = ''\nkinds = 'A'", "x: kinds: expected a list of texts, got 'A'"),
         ("[x]\nplatform = 'tpu'", "Fix: describe each accelerator"),
     ],
 )  # fmt: skip
@@ -116,7 +119,7 @@ def test_usable_memory_of_a_gpu_is_the_share_that_jax_takes(monkeypatch):
     assert h100.usable_memory == h100.memory * 3 // 4
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
     assert h100.usable_memory == h100.memory // 2
-    for text in ("half", "inf"):
+    for text in ("half", "inf", "-1", "0"):
         monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", text)
         with pytest.raises(OptionError, match=rf"^XLA_PYTHON_CLIENT_MEM_FRACTION: expected a share .*, got '{text}'"):
             _ = h100.usable_memory
@@ -143,3 +146,19 @@ def test_a_missing_compiler_is_named_with_the_command_that_installs_it(monkeypat
 def test_devices_of_cpu_targets_are_those_of_this_process():
     assert parse_target("cpu:3").devices() == jax.local_devices()[:3]
     assert find_accelerator(jax.local_devices()[0], known_accelerators()).key == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("kind", "key"),
+    [
+        ("NVIDIA L4", "l4"),
+        ("NVIDIA L40S", None),
+        ("NVIDIA H200 NVL", None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+        ("TPU v5", "v5p"),
+        ("TPU v5 lite", "v5e"),
+    ],
+)
+def test_only_a_device_of_the_same_kind_is_a_known_accelerator(kind, key):
+    found = find_accelerator(SimpleNamespace(device_kind=kind), known_accelerators())
+    assert (found and found.key) == key

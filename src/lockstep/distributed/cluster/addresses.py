@@ -11,6 +11,7 @@ as written             ``TF_CONFIG``, ``SimpleClusterResolver``, ``JAX_COORDINAT
 All are below the range from which Linux takes ports for outgoing connections (32768 and up), any of which could be in use.
 """
 
+import ipaddress
 import re
 from collections.abc import Callable, Mapping
 from zlib import crc32
@@ -23,7 +24,6 @@ _ADDRESS = re.compile(
 )
 _MAX_PORT = 65535
 _MAX_LABEL = 63
-_LOOPBACK_IPV4 = re.compile(r"127(\.\d{1,3}){3}")
 
 
 def split_address(where: str, address: object) -> tuple[str, int]:
@@ -62,8 +62,10 @@ def host_of(address: str) -> str:
 
 def is_loopback(host: str) -> bool:
     """Return whether a host is a loopback name or address, which another machine cannot reach."""
-    is_name = host.lower() == "localhost" or host.lower().endswith(".localhost")
-    return is_name or host == "::1" or _LOOPBACK_IPV4.fullmatch(host) is not None
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost" or host.lower().endswith(".localhost")
 
 
 DEFAULT_PORT = 12421
@@ -91,7 +93,7 @@ def port_of_job(job: int | str) -> int:
 def chosen_port(environ: Mapping[str, str], name: str = PORT, meaning: str = "the port of worker 0") -> int | None:
     """Return the port that the user has set in a variable, if any."""
     own = EnvReader("Lockstep", environ, "set it to a free port, or leave it out.")
-    return own.integer(name, meaning, minimum=1, maximum=65535) if name in environ else None
+    return own.integer(name, meaning, minimum=1, maximum=_MAX_PORT) if name in environ else None
 
 
 def resolve_coordinator(environ: Mapping[str, str], find: Callable[[], tuple[str, int]]) -> str:
@@ -99,7 +101,7 @@ def resolve_coordinator(environ: Mapping[str, str], find: Callable[[], tuple[str
 
     Args:
         environ: may have ``LOCKSTEP_COORDINATOR`` or ``LOCKSTEP_PORT``.
-        find: returns the scheduler's host and port; not called if the user has set both.
+        find: returns the scheduler's host and port; not called if the user has set ``LOCKSTEP_COORDINATOR``.
 
     Raises:
         ClusterError: the user has set no valid address or port.

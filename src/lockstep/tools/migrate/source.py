@@ -159,11 +159,12 @@ class Scopes:
 def is_relevant_import(node: ast.AST) -> bool:
     """Return whether a node is an import from TensorFlow, Keras or Lockstep."""
     if isinstance(node, ast.Import):
-        return any(_is_relevant(alias.name) for alias in node.names)
-    return isinstance(node, ast.ImportFrom) and not node.level and _is_relevant(node.module or "")
+        return any(is_relevant_module(alias.name) for alias in node.names)
+    return isinstance(node, ast.ImportFrom) and not node.level and is_relevant_module(node.module or "")
 
 
-def _is_relevant(module: str) -> bool:
+def is_relevant_module(module: str) -> bool:
+    """Return whether a module or a name in it is of TensorFlow, Keras or Lockstep."""
     return module.partition(".")[0] in MODULES
 
 
@@ -178,7 +179,9 @@ def _bound_by(node: ast.AST) -> list[str]:
     if isinstance(node, ast.ExceptHandler):
         return [node.name] if node.name else []
     if isinstance(node, ast.Import):
-        return [alias.asname or alias.name.partition(".")[0] for alias in node.names if not _is_relevant(alias.name)]
+        return [
+            alias.asname or alias.name.partition(".")[0] for alias in node.names if not is_relevant_module(alias.name)
+        ]
     if isinstance(node, ast.ImportFrom) and not is_relevant_import(node):
         return [alias.asname or alias.name for alias in node.names]
     return []
@@ -408,7 +411,9 @@ def _replace_import(source: SourceText, statement: ast.stmt, text: str) -> Edit:
 def _rewrite_import(statement: ast.Import | ast.ImportFrom, used: set[str]) -> list[str]:
     """Return the lines that replace an import statement."""
     if isinstance(statement, ast.Import):
-        return [line for alias in statement.names for line in _import_lines(alias, used)]
+        lines = [line for alias in statement.names for line in _import_lines(alias, used)]
+        same = [f"import {ast.unparse(alias)}" for alias in statement.names]
+        return [ast.unparse(statement)] if lines == same else lines
     by_module: dict[str, list[str]] = {}
     for alias in statement.names:
         full = f"{statement.module}.{alias.name}"

@@ -29,6 +29,7 @@ from lockstep.tools.migrate.source import (
     ImportBindings,
     SourceText,
     exists,
+    is_relevant_module,
     new_names,
     parameters_of,
     relevant_imports,
@@ -105,7 +106,7 @@ def _find_all(source: SourceText, bindings: ImportBindings) -> Iterator[tuple[as
     for statement in relevant_imports(source):
         for alias in statement.names:
             name = f"{statement.module}.{alias.name}" if isinstance(statement, ast.ImportFrom) else alias.name
-            if alias.name != "*" and (reason := _reason(name)):
+            if alias.name != "*" and is_relevant_module(name) and (reason := _reason(name)):
                 yield statement, f"{short(name)}: {reason}"
     for call in calls(source):
         for argument in _unknown_arguments(call, bindings.name_of(call.func)):

@@ -44,7 +44,7 @@ class Accelerator:
         name: for people.
         platform: "tpu", "cuda" or "cpu".
         source: where the figures are from.
-        kinds: beginnings of the ``device_kind`` of such a device in JAX.
+        kinds: what JAX calls such a device (``device_kind``).
         memory: bytes; None if unknown, as those below.
         usable: bytes that programs get; None: all, or on GPUs the share that JAX takes.
         memory_bandwidth: bytes a second.
@@ -81,17 +81,18 @@ class Accelerator:
         """Bytes that programs get: on GPUs JAX takes a part of the memory, which ``XLA_PYTHON_CLIENT_MEM_FRACTION`` sets.
 
         Raises:
-            OptionError: that variable is no number.
+            OptionError: that variable is no positive number.
         """
         if self.usable is not None or self.memory is None or self.platform != "cuda":
             return self.usable or self.memory
         text = os.environ.get(MEMORY_SHARE, str(DEFAULT_SHARE))
         try:
-            return int(self.memory * float(text))
-        except (ValueError, OverflowError) as error:
-            raise OptionError(
-                f"{MEMORY_SHARE}: expected a share of a GPU's memory such as 0.9, got {shown(text)}."
-            ) from error
+            found = int(self.memory * float(text))
+        except (ValueError, OverflowError):
+            found = 0
+        if found <= 0:
+            raise OptionError(f"{MEMORY_SHARE}: expected a share of a GPU's memory such as 0.9, got {shown(text)}.")
+        return found
 
 
 @dataclass(frozen=True)
@@ -238,7 +239,10 @@ def _accelerator(key: str, table: dict[str, Any]) -> Accelerator:
     for name in ("memory", "usable", "memory_bandwidth", "link", "latency"):
         if name in table and not (isinstance(table[name], int | float) and table[name] > 0):
             raise ValueError(f"{key}: {name}: expected a positive number, got {shown(table[name])}")
-    return Accelerator(key, **{**table, "kinds": tuple(table.get("kinds", ()))})
+    kinds = table.get("kinds", [])
+    if not (isinstance(kinds, list) and all(isinstance(kind, str) for kind in kinds)):
+        raise ValueError(f"{key}: kinds: expected a list of texts, got {shown(kinds)}")
+    return Accelerator(key, **{**table, "kinds": tuple(kinds)})
 
 
 def parse_target(
@@ -278,15 +282,14 @@ def parse_target(
 
 def find_accelerator(device: jax.Device, accelerators: Mapping[str, Accelerator]) -> Accelerator | None:
     """Return the accelerator that a device of this machine is; None if it is not known."""
-    kind = device.device_kind
-    return next((one for one in accelerators.values() if any(map(kind.startswith, one.kinds))), None)
+    return next((one for one in accelerators.values() if device.device_kind in one.kinds), None)
 
 
 def _target_config(accelerator: Accelerator) -> str:
     """Return what XLA must know of a GPU, as the text of a ``GpuTargetConfigProto``."""
     given = dict(accelerator.compiler)
     try:
-        major, minor = given.pop("capability").split(".")
+        major, _, minor = str(given.pop("capability")).partition(".")
     except KeyError as error:
         raise OptionError(
             f"{accelerator.key}: XLA cannot compile for a GPU without [{accelerator.key}.compiler]. Fix: describe it as in docs/plan.md."
@@ -302,11 +305,11 @@ def _target_config(accelerator: Accelerator) -> str:
         "registers_per_core_limit": 65_536,
         "registers_per_block_limit": 65_536,
         "memory_bandwidth": int(accelerator.memory_bandwidth or 0),
-        "device_memory_size": accelerator.memory or _UNKNOWN_SIZE,
+        "device_memory_size": int(accelerator.memory or _UNKNOWN_SIZE),
         **given,
     }
     listed = "\n".join(f"  {name}: {value}" for name, value in sizes.items())
-    capability = f"cuda_compute_capability {{ major: {major} minor: {minor} feature_extension: {extension} }}"
+    capability = f"cuda_compute_capability {{ major: {major} minor: {minor or 0} feature_extension: {extension} }}"
     return (
         f"gpu_device_info {{\n{listed}\n  {capability}\n}}\n"
         'platform_name: "CUDA"\n'
