@@ -143,10 +143,10 @@ def timed_parts():
 
     import jax
 
-    from lockstep.execution import isolated_replicas
-    from lockstep.execution.isolated_replicas import ReplicaProgram, ReplicasForward, TreeAdder
+    from lockstep.execution import deterministic_replicas
+    from lockstep.execution.deterministic_replicas import ReplicaProgram, ReplicasForward, TreeAdder
+    from lockstep.execution.deterministic_step import ProgramPart
     from lockstep.execution.spmd import PerDevice
-    from lockstep.execution.step_programs import ProgramPart
 
     seconds = {}
 
@@ -167,7 +167,7 @@ def timed_parts():
         ReplicasForward: {"collect": "join rows, add means"},
         TreeAdder: {"_over_devices": "add over devices"},
     }
-    timed(isolated_replicas, "_pair", "add on a device")
+    timed(deterministic_replicas, "_pair", "add on a device")
     for owner in gc.get_objects():
         for attribute, part in parts.get(type(owner), {}).items():
             timed(owner, attribute, part)

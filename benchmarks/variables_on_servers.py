@@ -32,7 +32,7 @@ BOUNDS = {"the same, bound 4": 4}
 
 
 def plan_of():
-    from lockstep._arrays import ArraySpec
+    from lockstep._array_encoding import ArraySpec
     from lockstep.parameter_server.sharding import plan_shards
 
     return plan_shards([ArraySpec(f"w{number}", (SIZE,), "float32") for number in range(VARIABLES)], 1)

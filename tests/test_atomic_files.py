@@ -214,7 +214,7 @@ def test_reading_needs_a_regular_file_of_at_most_so_many_bytes(tmp_path):
 WRITES = {  # Places that open a file for writing otherwise, and why they may.
     "_atomic_files.py": "the functions that all others use",
     "launch/worker_process.py": "a pipe, by its descriptor, and a nameless temporary file",
-    "tools/running_scripts.py": "in a TemporaryDirectory, which is its user's alone",
+    "tools/script_runner.py": "in a TemporaryDirectory, which is its user's alone",
     "tools/scaling/workload.py": "in that TemporaryDirectory",
     "tools/scaling/api.py": "paths that the user names, such as /dev/stdout",
     "tools/migrate/translate.py": "in a TemporaryDirectory",

@@ -42,7 +42,7 @@ _PUBLIC = {
     ),
     "lockstep.custom_loops.distributed_dataset": ("DistributedDataset", "InputContext", "ValueContext"),
     "lockstep.custom_loops.losses": ("compute_average_loss", "scale_regularization_loss"),
-    "lockstep.custom_loops.current_strategy": (
+    "lockstep.custom_loops.strategy_context": (
         "get_replica_context",
         "get_strategy",
         "has_strategy",
@@ -100,10 +100,6 @@ if TYPE_CHECKING:  # Type checkers need imports; tests/test_public_api.py compar
     from lockstep.collectives import ReductionToOneDevice as ReductionToOneDevice
     from lockstep.collectives import RingAllReduce as RingAllReduce
     from lockstep.collectives import TreeAllReduce as TreeAllReduce
-    from lockstep.custom_loops.current_strategy import get_replica_context as get_replica_context
-    from lockstep.custom_loops.current_strategy import get_strategy as get_strategy
-    from lockstep.custom_loops.current_strategy import has_strategy as has_strategy
-    from lockstep.custom_loops.current_strategy import in_cross_replica_context as in_cross_replica_context
     from lockstep.custom_loops.distributed_dataset import DistributedDataset as DistributedDataset
     from lockstep.custom_loops.distributed_dataset import InputContext as InputContext
     from lockstep.custom_loops.distributed_dataset import ValueContext as ValueContext
@@ -111,6 +107,10 @@ if TYPE_CHECKING:  # Type checkers need imports; tests/test_public_api.py compar
     from lockstep.custom_loops.losses import scale_regularization_loss as scale_regularization_loss
     from lockstep.custom_loops.per_replica import PerReplica as PerReplica
     from lockstep.custom_loops.replica_context import ReplicaContext as ReplicaContext
+    from lockstep.custom_loops.strategy_context import get_replica_context as get_replica_context
+    from lockstep.custom_loops.strategy_context import get_strategy as get_strategy
+    from lockstep.custom_loops.strategy_context import has_strategy as has_strategy
+    from lockstep.custom_loops.strategy_context import in_cross_replica_context as in_cross_replica_context
     from lockstep.data.fit_entry import InputOptions as InputOptions
     from lockstep.parameter_server.cluster_coordinator import ClusterCoordinator as ClusterCoordinator
     from lockstep.parameter_server.cluster_coordinator import PerWorkerDataset as PerWorkerDataset

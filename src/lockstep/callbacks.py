@@ -6,7 +6,7 @@ from lockstep.fit.monitoring.rich_progress import RichProgress
 from lockstep.fit.monitoring.step_timer import ThroughputMonitor
 from lockstep.fit.monitoring.tensorboard import TensorBoard
 from lockstep.fit.nan_guard import NanGuard
-from lockstep.tuning.learning_rate import LearningRateScaling
+from lockstep.tuning.learning_rate_scaling import LearningRateScaling
 
 __all__ = [
     "BackupAndRestore",

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from lockstep._arrays import DTYPES as KNOWN_DTYPES
+from lockstep._array_encoding import DTYPES as KNOWN_DTYPES
 from lockstep._errors import ContractError, OptionError, instance_of, sequence_of, shown, whole_number
 from lockstep._logging import counted
 from lockstep.collectives import CrossDeviceOps, Ops, ReduceOp, all_reduce, ops_from_argument

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import lockstep
 from lockstep import CheckpointError, cli
-from lockstep._arrays import DTYPES
+from lockstep._array_encoding import DTYPES
 from lockstep.checkpoint import export_formats
 from lockstep.checkpoint.export_formats import FORMATS, export, read_export
 from lockstep.checkpoint.files import ARRAYS, Loaded, Snapshot

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays_of
 
 from lockstep import OptionError
-from lockstep._arrays import DTYPES
+from lockstep._array_encoding import DTYPES
 from lockstep.checkpoint.files import Snapshot, widened
 from lockstep.checkpoint.manifest import VERSION
 from lockstep.checkpoint.store import CheckpointStore

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from lockstep.collectives.fixed_tree_sum import branches, tree_sum
 from lockstep.devices.batch_layout import BatchLayout
 from lockstep.devices.placement import DEVICE_AXIS, Placement
-from lockstep.execution.isolated_replicas import TreeAdder, reduction_schedule, replica_rounds
+from lockstep.execution.deterministic_replicas import TreeAdder, reduction_schedule, replica_rounds
 from lockstep.execution.spmd import PerDevice
 
 layouts = st.builds(BatchLayout, st.integers(1, 200), st.integers(1, 20), st.integers(1, 9))

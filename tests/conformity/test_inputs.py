@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import lockstep
-from lockstep._arrays import ArraySpec
+from lockstep._array_encoding import ArraySpec
 from lockstep.cluster_resolver import (
     ClusterSpec,
     KubernetesClusterResolver,

@@ -11,7 +11,7 @@ from lockstep import ClusterError, OptionError
 from lockstep._logging import CancelledError, is_cancelled
 from lockstep.distributed.control.connect import open_control_channel
 from lockstep.distributed.control.failure_detector import FailureKind
-from lockstep.distributed.process_group import coordinate_saving
+from lockstep.distributed.worker_process_group import coordinate_saving
 from tests.distributed.threaded_job import ThreadedJob
 from tests.support.waiting import DEADLINE, wait_until
 

@@ -11,8 +11,8 @@ from keras import layers, ops
 
 import lockstep
 from lockstep.execution import spmd
+from lockstep.execution.compiled_step import CompiledTrainStep
 from lockstep.execution.executors import SpmdExecutor
-from lockstep.execution.train_state import CompiledTrainStep
 
 
 class Penalty(layers.Layer):

@@ -12,7 +12,7 @@ from jax import lax
 from keras import layers, ops, optimizers
 
 import lockstep
-from lockstep.execution import isolated_replicas
+from lockstep.execution import deterministic_replicas
 from tests.support.processes import NOT_INHERITED
 
 from .cases import Towers, case_named, logits_loss
@@ -140,9 +140,9 @@ def test_deterministic_fit_leaves_the_same_bits_on_any_number_of_devices(name, o
 
 @pytest.fixture
 def no_programs_of_other_tests():
-    isolated_replicas._over_devices.cache_clear()
+    deterministic_replicas._over_devices.cache_clear()
     yield
-    isolated_replicas._over_devices.cache_clear()
+    deterministic_replicas._over_devices.cache_clear()
 
 
 @pytest.mark.slow
@@ -154,7 +154,7 @@ def test_with_a_plain_sum_over_the_devices_the_bits_differ(name, monkeypatch):
     def plain(values, where, axis):
         return [lax.psum(value.sum(axis=0), axis) for value in values]
 
-    monkeypatch.setattr(isolated_replicas, "tree_sum", plain)
+    monkeypatch.setattr(deterministic_replicas, "tree_sum", plain)
     found = [outcome(name, "adam", Topology(REPLICAS, devices), epochs=2)["weights"] for devices in (1, 8)]
     assert len(set(found)) > 1
 

@@ -111,21 +111,21 @@ FAULTS = [
     ),
     Mutant(
         "rows-in-order-of-rounds",
-        "execution/isolated_replicas.py",
+        "execution/deterministic_replicas.py",
         "order = sorted(",
         "order = list(",
         "Outputs of a deterministic step stand in the order in which replicas ran.",
     ),
     Mutant(
         "tree-in-order-of-rounds",
-        "execution/isolated_replicas.py",
+        "execution/deterministic_replicas.py",
         "parts = [PartialSum(position, position + 1, device, turn) for position, (_, turn, device) in enumerate(order)]",
         "parts = [PartialSum(n, n + 1, d, t) for n, (_, t, d) in enumerate(sorted(order, key=lambda one: one[1:]))]",
         "The tree adds replicas in the order in which they ran: the devices decide bits.",
     ),
     Mutant(
         "rows-of-another-replica",
-        "execution/isolated_replicas.py",
+        "execution/deterministic_replicas.py",
         "local = [0 if chosen is None else starts[chosen] - on_device[d] for d, chosen in enumerate(self.replicas)]",
         "local = [0 if chosen is None else starts[chosen] for chosen in self.replicas]",
         "In a deterministic step replicas of later devices look for their rows beyond those of their device.",
@@ -204,21 +204,21 @@ FAULTS = [
     # Collectives.
     Mutant(
         "ring-keeps-in-wrong-place",
-        "collectives/point_to_point.py",
+        "collectives/all_reduce_algorithms.py",
         "return travelling, state[1].at[(own + 1 - step) % count].set(travelling)",
         "return travelling, state[1].at[(own - step) % count].set(travelling)",
         "The second half of the ring puts each chunk one place too early.",
     ),
     Mutant(
         "first-extra-device-left-out",
-        "collectives/point_to_point.py",
+        "collectives/all_reduce_algorithms.py",
         "total = jnp.where(lax.axis_index(axis) >= power, received, total)",
         "total = jnp.where(lax.axis_index(axis) > power, received, total)",
         "Of a number of devices that is no power of two, one does not get the sum.",
     ),
     Mutant(
         "broadcast-from-first",
-        "collectives/point_to_point.py",
+        "collectives/all_reduce_algorithms.py",
         "position = (lax.axis_index(axis) - root) % count",
         "position = lax.axis_index(axis)",
         "The sum is sent on by the device that has it, but taken as if device 0 had it.",
@@ -346,7 +346,7 @@ FAULTS = [
     ),
     Mutant(
         "penalty-times-replicas",
-        "custom_loops/current_strategy.py",
+        "custom_loops/strategy_context.py",
         "return total / _replicas()",
         "return total",
         "A regularization loss counts once for each replica.",

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from lockstep import OptionError
-from lockstep._arrays import ArraySpec
+from lockstep._array_encoding import ArraySpec
 from lockstep.parameter_server.optimizer_sharding import OptimizerState, check_optimizer
 from lockstep.parameter_server.sharding import FixedShardsPartitioner, plan_shards
 from lockstep.parameter_server.variable_store import Push, VariableStore, make_variable

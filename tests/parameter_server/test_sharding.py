@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep import OptionError
-from lockstep._arrays import ArraySpec
+from lockstep._array_encoding import ArraySpec
 from lockstep.parameter_server.sharding import (
     FixedShardsPartitioner,
     MaxSizePartitioner,

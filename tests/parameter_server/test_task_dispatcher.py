@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from lockstep import ClusterError
-from lockstep._arrays import ArraySpec
+from lockstep._array_encoding import ArraySpec
 from lockstep._errors import INTERRUPTED, MAX_SECONDS, NO_PROGRESS, PEER_LOST, USER_ERROR
 from lockstep.distributed.control.transport import ProtocolError
 from lockstep.parameter_server.array_transport import MAX_HEAD_BYTES

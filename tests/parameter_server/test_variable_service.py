@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from lockstep import ClusterError
-from lockstep._arrays import ArraySpec
+from lockstep._array_encoding import ArraySpec
 from lockstep._errors import NO_PROGRESS, PEER_LOST
 from lockstep.parameter_server.sharding import FixedShardsPartitioner, plan_shards
 from lockstep.parameter_server.sparse_rows import SparseGradient

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from lockstep import OptionError
-from lockstep._arrays import ArraySpec
+from lockstep._array_encoding import ArraySpec
 from lockstep.parameter_server.gradient_step import rules_of, specs_of
 from lockstep.parameter_server.optimizer_sharding import check_optimizer
 from lockstep.parameter_server.sharding import FixedShardsPartitioner, plan_shards

@@ -6,7 +6,7 @@ import socket
 import keras
 import numpy as np
 
-from lockstep._arrays import ArraySpec
+from lockstep._array_encoding import ArraySpec
 from lockstep.distributed.control.handshake import Peer
 from lockstep.parameter_server.sharding import plan_shards
 from lockstep.parameter_server.variable_client import VariableClient

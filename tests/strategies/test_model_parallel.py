@@ -16,7 +16,7 @@ import lockstep
 from lockstep._keras.variable_placement import set_from_host
 from lockstep.execution.model_parallel import model_shardings
 from lockstep.execution.model_parallel.model_shardings import MeshAxes
-from lockstep.strategies.setup import override_devices
+from lockstep.strategies.options import override_devices
 from lockstep.tools.plan.hlo import collectives
 from tests.laws.cases import CASES, case_named, logits_loss, with_topologies
 from tests.laws.compare import Mesh, assert_same, bytes_by_device, reference, run

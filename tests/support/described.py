@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from lockstep.execution import isolated_replicas
+from lockstep.execution import deterministic_replicas
 
 
 class DescribedArray(jax.Array):
@@ -90,8 +90,8 @@ def recording():
         stack.enter_context(mock.patch.multiple(jax, **replaced))
         stack.enter_context(mock.patch.object(jnp, "copy", _copy))
         for name in ("_pair", "_joined"):  # jitted when their module was imported
-            original = getattr(isolated_replicas, name)
-            stack.enter_context(mock.patch.object(isolated_replicas, name, _Recorder(original)))
+            original = getattr(deterministic_replicas, name)
+            stack.enter_context(mock.patch.object(deterministic_replicas, name, _Recorder(original)))
         yield programs
         programs += _recorded.values()
 

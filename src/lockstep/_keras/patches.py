@@ -90,7 +90,7 @@ CHIEF_ONLY_FILES = Patch(
     lifetime="as long as the model",
     reason="of several workers only the chief writes files, also from Keras's own callbacks",
     public_api="a predicate of keras.saving that says whether this process writes",
-    used_by=("distributed/process_group.py",),
+    used_by=("distributed/worker_process_group.py",),
 )
 CHIEF_ONLY_PRESETS = Patch(
     target="model of KerasHub",
@@ -98,7 +98,7 @@ CHIEF_ONLY_PRESETS = Patch(
     lifetime="as long as the model",
     reason="they write files, too, besides calling save_weights",
     public_api="a predicate of keras.saving that says whether this process writes",
-    used_by=("distributed/process_group.py",),
+    used_by=("distributed/worker_process_group.py",),
 )
 INTERCEPT_FIT = Patch(
     target="class Model",

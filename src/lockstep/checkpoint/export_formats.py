@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from lockstep._arrays import DTYPES, ML_DTYPES
+from lockstep._array_encoding import DTYPES, ML_DTYPES
 from lockstep._atomic_files import open_to_read, publish, read_file, replace_file, sync
 from lockstep._errors import CheckpointError, LockstepError
 from lockstep.checkpoint.files import MAX_MANIFEST_BYTES, Loaded, Snapshot, array_digest, in_file, widened, write_arrays

@@ -28,7 +28,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from lockstep._arrays import DTYPES, ML_DTYPES
+from lockstep._array_encoding import DTYPES, ML_DTYPES
 from lockstep._atomic_files import REMOVED, WRITTEN, open_to_read, read_file, replace_file
 from lockstep._errors import CheckpointError, OptionError
 from lockstep.checkpoint.manifest import MANIFEST, Entry, Manifest, check_name, decode, encode
@@ -40,7 +40,7 @@ class Snapshot:
     """The state of a run at one step.
 
     Args:
-        arrays: by name, of any shape and of a dtype in :data:`lockstep._arrays.DTYPES`. They are not copied: a change in
+        arrays: by name, of any shape and of a dtype in :data:`lockstep._array_encoding.DTYPES`. They are not copied: a change in
             place before the write changes what is written.
         metadata: values of JSON, NaN and infinity included: None, bool, int, float, str, lists of these, and dicts of these by
             str. They are copied. A value that JSON would change (a tuple, a key that is a number) is refused.

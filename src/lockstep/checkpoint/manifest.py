@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep._arrays import DTYPES
+from lockstep._array_encoding import DTYPES
 from lockstep._atomic_files import read_file
 from lockstep._errors import CheckpointError, OptionError, whole_number
 
@@ -56,7 +56,7 @@ class Entry:
     """One array, and the position of its bytes.
 
     Args:
-        dtype: name in :data:`lockstep._arrays.DTYPES`.
+        dtype: name in :data:`lockstep._array_encoding.DTYPES`.
         shape: its dimensions.
         offset: offset of its first byte in the file of arrays.
         sha256: of its bytes there, in hexadecimal digits.

@@ -6,6 +6,12 @@ from collections.abc import Callable
 import jax
 
 from lockstep._errors import OptionError, shown
+from lockstep.collectives.all_reduce_algorithms import (
+    HalvingDoublingAllReduce,
+    HierarchicalCopyAllReduce,
+    ReductionToOneDevice,
+    RingAllReduce,
+)
 from lockstep.collectives.base import (
     CommunicationImplementation,
     CommunicationOptions,
@@ -15,12 +21,6 @@ from lockstep.collectives.base import (
     all_reduce,
 )
 from lockstep.collectives.fixed_tree_sum import TreeAllReduce
-from lockstep.collectives.point_to_point import (
-    HalvingDoublingAllReduce,
-    HierarchicalCopyAllReduce,
-    ReductionToOneDevice,
-    RingAllReduce,
-)
 from lockstep.collectives.xla_all_reduce import AutoAllReduce, HalfPrecisionAllReduce, NcclAllReduce
 
 __all__ = [

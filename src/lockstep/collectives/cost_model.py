@@ -15,8 +15,8 @@ from jax.sharding import AbstractMesh, PartitionSpec
 from scipy.optimize import nnls
 
 from lockstep._errors import OptionError, whole_number
+from lockstep.collectives.all_reduce_algorithms import group_size
 from lockstep.collectives.base import CrossDeviceOps
-from lockstep.collectives.point_to_point import group_size
 
 _AXIS = "device"
 _MAX_DEVICES = 65_536

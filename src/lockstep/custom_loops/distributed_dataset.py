@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lockstep._arrays import (
+from lockstep._array_encoding import (
     array_bytes,
     arrays_from_bytes,
     decode_tree,

@@ -30,10 +30,10 @@ from lockstep.custom_loops.per_replica import (
 )
 from lockstep.custom_loops.replica_runner import SyncPoint, sync
 from lockstep.execution.call_splitter import CannotSplitError, ModelCall, merges_with, reason_for_proof, state_merges
+from lockstep.execution.compiled_step import dispatch_lock
 from lockstep.execution.replica import StateMerge, with_replica_seeds
 from lockstep.execution.step_functions import is_in_step
 from lockstep.execution.step_loop import trace_context
-from lockstep.execution.train_state import dispatch_lock
 
 # Context variables: Keras's clear_session() does not touch them, and other threads do not see them.
 # A tuple, because scopes in generators may close in another order than they were opened in.

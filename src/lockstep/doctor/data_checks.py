@@ -21,7 +21,7 @@ from lockstep.devices.batch_layout import rows_of_replicas
 from lockstep.doctor.base import Finding, FitCall, array_in_memory, sample_rows
 from lockstep.execution.executors import SpmdExecutor
 from lockstep.execution.step_functions import StepFunctions
-from lockstep.execution.step_probe import StrategyProbes, copies, median_step_seconds
+from lockstep.execution.step_measurement import StrategyProbes, copies, median_step_seconds
 
 FEW = 8  # rows; below, the error of ResNet-50 on ImageNet rises: figure 1 of Wu & He, "Group Normalization" (2018)
 _FACTOR = 2  # between the batch sizes; a smaller change is not worth a finding

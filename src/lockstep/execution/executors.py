@@ -36,12 +36,21 @@ from lockstep.execution.call_splitter import (
     split,
     trace_call,
 )
+from lockstep.execution.compiled_step import (
+    CompiledTrainStep,
+    StateValues,
+    Step,
+    apply_changes,
+    dispatch_lock,
+    state_changes,
+    without_aliases,
+)
 from lockstep.execution.cpu_rewrites import rewrite_for_cpu
+from lockstep.execution.deterministic_replicas import forward_isolated
+from lockstep.execution.deterministic_step import ProgramPartition
 from lockstep.execution.gradient_extraction import GradientPrograms
-from lockstep.execution.isolated_replicas import forward_isolated
 from lockstep.execution.model_parallel.model_shardings import ModelShardings
 from lockstep.execution.nonfinite_gate import NonFiniteGate, loss_logs
-from lockstep.execution.partition_constraints import constrain_partitioning
 from lockstep.execution.replica import ReplicaResult
 from lockstep.execution.spmd import (
     ReplicatedValues,
@@ -51,16 +60,6 @@ from lockstep.execution.spmd import (
     replicated_arrays,
 )
 from lockstep.execution.step_loop import scan_steps
-from lockstep.execution.step_programs import ProgramPartition
-from lockstep.execution.train_state import (
-    CompiledTrainStep,
-    StateValues,
-    Step,
-    apply_changes,
-    dispatch_lock,
-    state_changes,
-    without_aliases,
-)
 from lockstep.execution.variable_shards import (
     SEPARATE_COLLECTIVES,
     Recompute,
@@ -71,6 +70,7 @@ from lockstep.execution.variable_shards import (
     shard_axes,
     state_shardings,
 )
+from lockstep.execution.xla_partitioner_workarounds import constrain_partitioning
 
 CallSizes = tuple[tuple[int, ...], ...]
 

@@ -17,9 +17,9 @@ from jax.interpreters import ad, batching
 from lockstep._errors import ModelError
 from lockstep._keras.patches import OPTIMIZER_UPDATE, patched_method
 from lockstep.devices.placement import Placement
+from lockstep.execution.compiled_step import Step, state_changes
 from lockstep.execution.jaxpr_utils import inline_calls, subprogram
-from lockstep.execution.partition_constraints import constrain_partitioning
-from lockstep.execution.train_state import Step, state_changes
+from lockstep.execution.xla_partitioner_workarounds import constrain_partitioning
 
 State = Sequence[Sequence[Any]]  # trainable, non-trainable, optimizer's and metrics' values
 

@@ -26,9 +26,9 @@ from lockstep.collectives.xla_all_reduce import platform_sum_bucketed
 from lockstep.devices.batch_layout import BatchLayout
 from lockstep.devices.placement import DEVICE_AXIS, REPLICATE_BELOW, Placement, drop_padding
 from lockstep.devices.xla_flags import compiler_options
+from lockstep.execution.compiled_step import StateValues
 from lockstep.execution.jaxpr_utils import is_inexact
 from lockstep.execution.replica import ReplicaCall, ReplicaResult, StateMerge, join_halves, run_replicas
-from lockstep.execution.train_state import StateValues
 from lockstep.execution.variable_shards import Axes, gathered, shard_spec
 
 

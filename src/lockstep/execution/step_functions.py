@@ -39,12 +39,12 @@ from lockstep.execution.call_splitter import (
     split,
     trace_call,
 )
+from lockstep.execution.compiled_step import dispatch_lock
 from lockstep.execution.executors import EagerExecutor, Executor, SpmdExecutor
 from lockstep.execution.nonfinite_gate import GatedStep
 from lockstep.execution.spmd import SpmdForward
 from lockstep.execution.step_hooks import KerasStep, StepHook
 from lockstep.execution.step_loop import STATE, StepLoop, StepPrograms, first_result
-from lockstep.execution.train_state import dispatch_lock
 
 _in_step = ContextVar("_in_step", default=False)
 

@@ -16,9 +16,9 @@ import keras
 
 from lockstep._keras import trainer
 from lockstep.data.keras_adapter import next_batch
+from lockstep.execution.compiled_step import are_lost, state_lists
 from lockstep.execution.nonfinite_gate import GatedStep
 from lockstep.execution.step_hooks import KerasStep, StepHook
-from lockstep.execution.train_state import are_lost, state_lists
 
 STATE = {
     "train": ("trainable_variables", "non_trainable_variables", "optimizer_variables", "metrics_variables"),

@@ -1,6 +1,6 @@
 """Blocking connection for messages with arrays: frames of the control channel, each followed by the bytes of its arrays.
 
-The JSON of a frame describes the arrays (``lockstep._arrays``), so a receiver can refuse them before it takes memory. A connection
+The JSON of a frame describes the arrays (``lockstep._array_encoding``), so a receiver can refuse them before it takes memory. A connection
 begins with the same handshake as the control channel; after it, this takes the socket over, with its session: then each frame has a
 MAC, and so have the arrays behind it if the frame says so.
 """
@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from lockstep._arrays import DTYPES, ArraySpec, array_bytes, describe_arrays, parse_description
+from lockstep._array_encoding import DTYPES, ArraySpec, array_bytes, describe_arrays, parse_description
 from lockstep._errors import MAX_WAIT_SECONDS
 from lockstep.distributed.control.transport import (
     CLOSED,

@@ -18,7 +18,7 @@ import jax
 import keras
 import numpy as np
 
-from lockstep._arrays import decode_tree, encode_tree
+from lockstep._array_encoding import decode_tree, encode_tree
 from lockstep._errors import OptionError, ScopeError
 from lockstep.fit.checkpointing.model_state import variables_of
 from lockstep.parameter_server.gradient_step import GradientStep

@@ -8,7 +8,7 @@ import jax
 import keras
 import numpy as np
 
-from lockstep._arrays import ArraySpec
+from lockstep._array_encoding import ArraySpec
 from lockstep._errors import ModelError, OptionError
 from lockstep._keras import trainer
 from lockstep._keras.graph import global_batch_reason, models_of
@@ -16,9 +16,9 @@ from lockstep._keras.patches import STATELESS_CALL, patched_method
 from lockstep.devices.batch_layout import rows_of_replicas
 from lockstep.devices.placement import Placement, is_rows
 from lockstep.execution.call_splitter import CannotSplitError, ModelCall, infer_output_spec, trace_call
+from lockstep.execution.compiled_step import apply_changes
 from lockstep.execution.gradient_extraction import GradientPrograms
 from lockstep.execution.step_functions import StepFunctions
-from lockstep.execution.train_state import apply_changes
 from lockstep.fit.checkpointing.model_state import variables_of
 from lockstep.parameter_server.variable_store import UpdateRules
 

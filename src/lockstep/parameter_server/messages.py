@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from lockstep._arrays import ArraySpec
+from lockstep._array_encoding import ArraySpec
 from lockstep.distributed.control.transport import ProtocolError
 from lockstep.parameter_server.array_transport import Arrays, Message
 from lockstep.parameter_server.sparse_rows import Gradient, SparseGradient

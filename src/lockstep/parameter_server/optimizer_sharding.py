@@ -15,7 +15,7 @@ import jax
 import keras
 import numpy as np
 
-from lockstep._arrays import ArraySpec
+from lockstep._array_encoding import ArraySpec
 from lockstep._errors import OptionError
 from lockstep._keras import trainer
 from lockstep._keras.patches import OPTIMIZER_SLOTS, install
@@ -113,7 +113,7 @@ class OptimizerState:
     Example:
         >>> import keras, numpy as np
         >>> from lockstep.parameter_server.optimizer_sharding import OptimizerState
-        >>> from lockstep._arrays import ArraySpec
+        >>> from lockstep._array_encoding import ArraySpec
         >>> from lockstep.parameter_server.sharding import plan_shards
         >>> optimizer = keras.optimizers.SGD(0.5, momentum=0.9)
         >>> optimizer.build([keras.Variable(np.zeros((4, 2), "float32"), name="w")])

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
-from lockstep._arrays import ArraySpec
+from lockstep._array_encoding import ArraySpec
 from lockstep._errors import MAX_SECONDS, NO_PROGRESS, PEER_LOST, USER_ERROR, ClusterError, OptionError
 from lockstep._logging import WaitLogger, listed, log_info
 from lockstep.distributed.control.disagreement import first_difference

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lockstep._arrays import ArraySpec
+from lockstep._array_encoding import ArraySpec
 from lockstep._errors import OptionError, whole_number
 
 PartitionFunction = Callable[[Sequence[int], str], Sequence[int]]
@@ -108,7 +108,7 @@ def plan_shards(
         OptionError: the partitioner cuts along another axis than the first, or two variables have one name.
 
     Example:
-        >>> from lockstep._arrays import ArraySpec
+        >>> from lockstep._array_encoding import ArraySpec
         >>> from lockstep.parameter_server.sharding import FixedShardsPartitioner, plan_shards
         >>> table = ArraySpec("table", (5, 2), "float32")
         >>> [shard.spec.shape for shard in plan_shards([table], 2, FixedShardsPartitioner(2)).shards["table"]]

@@ -8,7 +8,7 @@ from typing import overload
 
 import numpy as np
 
-from lockstep._arrays import ArraySpec
+from lockstep._array_encoding import ArraySpec
 from lockstep._errors import NO_PROGRESS, PEER_LOST, USER_ERROR, ClusterError, summary_of
 from lockstep.distributed.control.transport import ProtocolError
 from lockstep.parameter_server.array_transport import Message, payload_bytes

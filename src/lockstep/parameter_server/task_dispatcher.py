@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Hashable
 from concurrent.futures import Future
 
-from lockstep._arrays import ArraySpec
+from lockstep._array_encoding import ArraySpec
 from lockstep._errors import NO_PROGRESS, PEER_LOST, USER_ERROR, ClusterError
 from lockstep._logging import WaitLogger, listed, log_info
 from lockstep.distributed.control.transport import ProtocolError

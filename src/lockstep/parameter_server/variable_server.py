@@ -11,7 +11,7 @@ import jax
 import keras
 import numpy as np
 
-from lockstep._arrays import ArraySpec
+from lockstep._array_encoding import ArraySpec
 from lockstep._logging import log_info
 from lockstep.distributed.control.handshake import Peer
 from lockstep.distributed.control.transport import ProtocolError

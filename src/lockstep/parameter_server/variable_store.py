@@ -10,7 +10,7 @@ import jax
 import keras
 import numpy as np
 
-from lockstep._arrays import ArraySpec
+from lockstep._array_encoding import ArraySpec
 from lockstep._errors import OptionError
 from lockstep.parameter_server.sharding import variable_name
 from lockstep.parameter_server.sparse_rows import Gradient, SparseGradient, mean_gradient, pad_rows
@@ -77,7 +77,7 @@ class VariableStore:
 
     Example:
         >>> import keras, numpy as np
-        >>> from lockstep._arrays import ArraySpec
+        >>> from lockstep._array_encoding import ArraySpec
         >>> from lockstep.parameter_server.variable_store import Push, VariableStore
         >>> store = VariableStore([ArraySpec("w", (2,), "float32")], keras.optimizers.SGD(0.5))
         >>> store.fill({"w": np.float32([1, 2])})

@@ -34,8 +34,8 @@ from lockstep.fit.checkpointing.save_frequency import SaveFrequency
 from lockstep.fit.fit_hooks import CallbackHooks, FitContext, FitHook, entered
 from lockstep.fit.monitoring.monitor_hook import MonitorHook
 from lockstep.fit.nan_guard import NanGuardHook
-from lockstep.strategies.diagnostics import Diagnostics
-from lockstep.strategies.setup import StrategyOptions, scopes_disabled
+from lockstep.strategies.options import StrategyOptions, scopes_disabled
+from lockstep.strategies.self_check import Diagnostics
 
 Value = TypeVar("Value")
 
@@ -153,7 +153,7 @@ _SHARDED = {"optimizer": "the optimizer's variables", "variables": "all large va
 class Strategy(Diagnostics):
     """Base class of the strategies: synchronous data parallelism over a mesh of devices.
 
-    A subclass calls :func:`~lockstep.strategies.setup.prepare_process`, then looks up its devices, which starts JAX and, with
+    A subclass calls :func:`~lockstep.strategies.options.prepare_process`, then looks up its devices, which starts JAX and, with
     several processes, connects to them; then it calls this constructor.
 
     Args:

@@ -16,7 +16,7 @@ from lockstep.devices.xla_flags import is_deterministic
 from lockstep.execution.executors import CentralExecutor, Executor
 from lockstep.fit.fit_hooks import FitContext
 from lockstep.strategies.base import Strategy
-from lockstep.strategies.setup import one_axis_placement, overridden_devices, prepare_process
+from lockstep.strategies.options import one_axis_placement, overridden_devices, prepare_process
 
 
 class _OptimizerBuilder:

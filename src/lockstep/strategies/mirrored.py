@@ -11,7 +11,7 @@ from lockstep.data.fit_entry import InputOptions
 from lockstep.distributed.cluster.env_reader import launched_workers
 from lockstep.execution.variable_shards import Recompute
 from lockstep.strategies.base import Strategy
-from lockstep.strategies.setup import find_devices, one_axis_placement, prepare_process
+from lockstep.strategies.options import find_devices, one_axis_placement, prepare_process
 
 
 class MirroredStrategy(Strategy):

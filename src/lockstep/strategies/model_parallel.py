@@ -32,7 +32,7 @@ from lockstep.execution.model_parallel.model_shardings import (
 )
 from lockstep.execution.variable_shards import ModelLayout, Recompute
 from lockstep.strategies.multi_worker import WorkerStrategy
-from lockstep.strategies.setup import StrategyOptions, check_mesh_options, overridden_devices, prepare_process
+from lockstep.strategies.options import StrategyOptions, check_mesh_options, overridden_devices, prepare_process
 
 
 class ModelParallelStrategy(WorkerStrategy):

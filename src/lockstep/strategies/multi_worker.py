@@ -19,17 +19,12 @@ from lockstep.data.fit_entry import InputOptions
 from lockstep.devices.cpu_devices import check_shared_thread_pool
 from lockstep.devices.names import count_cpu_devices, platform_of, resolve_devices
 from lockstep.devices.placement import Placement
+from lockstep.distributed.attach_to_jax import adopt_job, check_source, is_to_adopt
 from lockstep.distributed.cluster.addresses import COORDINATOR
 from lockstep.distributed.cluster.membership import WorkerGroup, membership_of_group
 from lockstep.distributed.consistency import agree_on_random_state
 from lockstep.distributed.control.control_client import ControlClient
-from lockstep.distributed.jax_adoption import adopt_job, check_source, is_to_adopt
 from lockstep.distributed.jax_init import ProcessJob, check_gpus_differ, job_of_this_process, prepare_threads
-from lockstep.distributed.process_group import (
-    ProgressReporter,
-    WorkerProcessGroup,
-    coordinate_saving,
-)
 from lockstep.distributed.resolvers import (
     ClusterResolver,
     TFConfigClusterResolver,
@@ -37,10 +32,15 @@ from lockstep.distributed.resolvers import (
     notes_if_alone,
     resolve,
 )
+from lockstep.distributed.worker_process_group import (
+    ProgressReporter,
+    WorkerProcessGroup,
+    coordinate_saving,
+)
 from lockstep.execution.step_hooks import StepHook
 from lockstep.execution.variable_shards import Recompute
 from lockstep.strategies.base import Strategy
-from lockstep.strategies.setup import (
+from lockstep.strategies.options import (
     StrategyOptions,
     find_devices,
     is_made_alone,

@@ -19,8 +19,8 @@ from lockstep.devices.xla_flags import is_deterministic
 from lockstep.distributed.cluster.env_reader import NetworkOptions, restarts_of
 from lockstep.distributed.consistency import describe_process
 from lockstep.distributed.control.termination import ExitGuard
-from lockstep.distributed.process_group import disable_saving
 from lockstep.distributed.resolvers import ClusterResolver, check_resolver, resolve
+from lockstep.distributed.worker_process_group import disable_saving
 from lockstep.execution.nonfinite_gate import GatedStep
 from lockstep.execution.step_hooks import StepHook
 from lockstep.fit.fit_hooks import FitContext, single_callback
@@ -33,7 +33,7 @@ from lockstep.parameter_server.process_role import ProcessContext, ProcessRole, 
 from lockstep.parameter_server.sharding import PartitionFunction
 from lockstep.parameter_server.task_dispatcher import TaskDispatcher
 from lockstep.strategies.base import Strategy
-from lockstep.strategies.setup import one_axis_placement, prepare_process, refuse_device_override
+from lockstep.strategies.options import one_axis_placement, prepare_process, refuse_device_override
 
 TIMEOUT_SECONDS = 60.0
 

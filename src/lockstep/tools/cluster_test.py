@@ -22,7 +22,7 @@ import numpy as np
 from lockstep._errors import DONE, USER_ERROR
 from lockstep.devices.placement import Placement, placement_on
 from lockstep.distributed.control.control_client import ControlClient
-from lockstep.distributed.process_group import sum_over_workers
+from lockstep.distributed.worker_process_group import sum_over_workers
 
 SIZES = (1_000, 1_000_000, 16_000_000)  # bytes of each worker's array
 PAIR_SECONDS = 20.0  # limit for all measurements of one pair

@@ -17,7 +17,7 @@ from lockstep._errors import OptionError, file_path, whole_number
 from lockstep.devices.cpu_devices import set_logical_cpu_devices
 from lockstep.devices.names import parse_device_name
 from lockstep.strategies.mirrored import MirroredStrategy
-from lockstep.strategies.setup import MAX_REPLICAS
+from lockstep.strategies.options import MAX_REPLICAS
 
 BATCH = 64
 RELATIVE_PER_STEP = 1e-6  # tolerance of docs/semantics.md, in float32

@@ -25,8 +25,8 @@ from lockstep.doctor.checks import examine
 from lockstep.doctor.environment_checks import check_network, peers_of
 from lockstep.execution.executors import SpmdExecutor
 from lockstep.execution.step_functions import StepFunctions
-from lockstep.strategies.diagnostics import Diagnostics, examine_fit
-from lockstep.tools.running_scripts import FirstFit, run_until_fit
+from lockstep.strategies.self_check import Diagnostics, examine_fit
+from lockstep.tools.script_runner import FirstFit, run_until_fit
 
 
 @dataclass(frozen=True)

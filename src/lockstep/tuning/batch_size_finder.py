@@ -25,7 +25,7 @@ from lockstep.data.sources import AdapterSource, check_data, make_source
 from lockstep.devices.host_memory import host_memory
 from lockstep.devices.placement import count_rows
 from lockstep.execution.executors import CentralExecutor, SpmdExecutor
-from lockstep.execution.step_probe import KerasProbes, StepProbe, StepProbes, StrategyProbes
+from lockstep.execution.step_measurement import KerasProbes, StepProbe, StepProbes, StrategyProbes
 from lockstep.strategies.base import Strategy
 from lockstep.strategies.parameter_server import ParameterServerStrategy
 

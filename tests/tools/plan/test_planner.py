@@ -27,7 +27,7 @@ from lockstep.tools.plan.estimate import CompiledStep, Memory, Survey, TrainingC
 from lockstep.tools.plan.hardware import Accelerator, known_accelerators, parse_target
 from lockstep.tools.plan.planner import PlanOptions, plan_script
 from lockstep.tools.plan.render import text_of
-from lockstep.tools.running_scripts import run_child
+from lockstep.tools.script_runner import run_child
 from tests.support.processes import FOR_TESTS
 
 GIB = 1 << 30

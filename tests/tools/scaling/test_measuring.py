@@ -18,9 +18,8 @@ import lockstep
 from lockstep import DeviceError, OptionError, cli
 from lockstep.collectives import ops_from_argument
 from lockstep.data.prefetch import WaitMeter, collect_meters
-from lockstep.strategies import setup
-from lockstep.strategies.setup import override_devices
-from lockstep.tools.running_scripts import FirstFit
+from lockstep.strategies import options
+from lockstep.strategies.options import override_devices
 from lockstep.tools.scaling import api
 from lockstep.tools.scaling.benchmark import (
     _reason_of,
@@ -34,6 +33,7 @@ from lockstep.tools.scaling.benchmark import (
 from lockstep.tools.scaling.results import Budget, ScalingSetting, SettingFailure, SettingResult
 from lockstep.tools.scaling.terminal import describe_result, progress_reporter
 from lockstep.tools.scaling.workload import Workload, run_workload, workload_of
+from lockstep.tools.script_runner import FirstFit
 
 from .data_of_tests import build, data
 
@@ -181,7 +181,7 @@ def test_override_devices_replaces_the_devices_that_a_script_names():
 
 def test_override_devices_refuses_more_accelerators_than_there_are(monkeypatch):
     found = len(jax.local_devices())
-    monkeypatch.setattr(setup, "platform_of", lambda device: "gpu")  # Of CPU devices, more can be made.
+    monkeypatch.setattr(options, "platform_of", lambda device: "gpu")  # Of CPU devices, more can be made.
     with (
         override_devices(found + 1),
         pytest.raises(DeviceError, match=f"There are {found} gpu devices here; {found + 1} were"),

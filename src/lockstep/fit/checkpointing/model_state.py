@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 
-from lockstep._arrays import DTYPES
+from lockstep._array_encoding import DTYPES
 from lockstep._errors import CheckpointError
 from lockstep._keras import trainer
 from lockstep._keras.variable_placement import set_from_host

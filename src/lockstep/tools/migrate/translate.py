@@ -35,7 +35,7 @@ from lockstep.tools.migrate.source import (
     relevant_imports,
 )
 from lockstep.tools.migrate.symbol_map import short, translated, why_absent
-from lockstep.tools.running_scripts import environment_set
+from lockstep.tools.script_runner import environment_set
 
 _PREFIX = "# lockstep migrate: "
 _LOGITS = (

@@ -20,8 +20,8 @@ from lockstep._errors import LockstepError, OptionError
 from lockstep.collectives.cost_model import NetworkLink
 from lockstep.devices.cpu_devices import reserve_devices
 from lockstep.doctor.checks import check_call
-from lockstep.execution.step_probe import StrategyProbes
-from lockstep.strategies.setup import override_devices
+from lockstep.execution.step_measurement import StrategyProbes
+from lockstep.strategies.options import override_devices
 from lockstep.tools.doctor_command import fit_call_of
 from lockstep.tools.plan.estimate import (
     CompiledStep,
@@ -37,8 +37,8 @@ from lockstep.tools.plan.estimate import (
     survey,
 )
 from lockstep.tools.plan.hardware import Accelerator, Target, find_accelerator, known_accelerators
-from lockstep.tools.running_scripts import FirstFit, read_request
 from lockstep.tools.scaling.workload import Workload, run_workload
+from lockstep.tools.script_runner import FirstFit, read_request
 
 CHECKS_FILE = "LOCKSTEP_PLAN_CHECKS"
 _MAX_BYTES = 1 << 24  # of that file

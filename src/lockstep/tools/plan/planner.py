@@ -48,10 +48,10 @@ from lockstep.tools.plan.estimate import (
 )
 from lockstep.tools.plan.hardware import Target, known_accelerators, parse_target
 from lockstep.tools.plan.render import checks_text, page_of, size_text, text_of
-from lockstep.tools.running_scripts import ChildResult, check_exists, run_child
 from lockstep.tools.scaling.api import SavedReport
 from lockstep.tools.scaling.prediction import link_between
 from lockstep.tools.scaling.workload import Workload, check_data
+from lockstep.tools.script_runner import ChildResult, check_exists, run_child
 
 # By ``Estimate.bound``: what limits a step, and what helps.
 _LIMITED = {

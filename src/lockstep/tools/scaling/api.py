@@ -17,7 +17,6 @@ from typing import Any
 
 from lockstep._errors import OptionError, file_path, shown
 from lockstep.tools.env import describe_machine
-from lockstep.tools.running_scripts import check_exists
 from lockstep.tools.scaling.benchmark import measure_all
 from lockstep.tools.scaling.html_report import page_of
 from lockstep.tools.scaling.prediction import Prediction, PredictionOptions, prediction_for
@@ -38,6 +37,7 @@ from lockstep.tools.scaling.workload import (
     is_measuring,
     workload_of,
 )
+from lockstep.tools.script_runner import check_exists
 
 
 class SavedReport(ABC):

@@ -31,10 +31,10 @@ from lockstep.devices.cpu_devices import reserve_devices
 from lockstep.execution.step_loop import STATE
 from lockstep.strategies.base import Strategy
 from lockstep.strategies.mirrored import MirroredStrategy
-from lockstep.strategies.setup import override_devices
-from lockstep.tools.running_scripts import FirstFit, NoFitError, read_request, run_child
+from lockstep.strategies.options import override_devices
 from lockstep.tools.scaling.results import Budget, CurvePoint, ScalingSetting, SettingFailure, SettingResult, from_json
 from lockstep.tools.scaling.workload import TrainingTask, Workload, run_workload, training_task
+from lockstep.tools.script_runner import FirstFit, NoFitError, read_request, run_child
 
 WARMUP_STEPS = 3  # not timed, as they compile
 MAX_BLOCKS = 8  # also the points of a learning curve

@@ -20,8 +20,8 @@ from lockstep._keras.trainer import intercept_fit
 from lockstep.data import sources
 from lockstep.data.fit_entry import callbacks_in
 from lockstep.data.sources import AdapterSource, InputSource, make_source
-from lockstep.tools.running_scripts import FirstFit, run_until_fit
 from lockstep.tools.scaling.results import Budget
+from lockstep.tools.script_runner import FirstFit, run_until_fit
 
 # A child process cannot receive functions. It imports them by name if they are in a module. If they are in the main script, it
 # runs that script again up to the call of ``scaling_report``, where the same functions exist.

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from keras import layers, ops
 
 import lockstep
-from lockstep.execution.partition_constraints import constrain_partitioning
+from lockstep.execution.xla_partitioner_workarounds import constrain_partitioning
 
 ROWS = 8
 

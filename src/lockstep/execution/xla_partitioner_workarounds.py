@@ -19,8 +19,8 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun, jaxprs_in_params
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from lockstep.execution.compiled_step import Step
 from lockstep.execution.jaxpr_utils import evaluate, run_equation
-from lockstep.execution.train_state import Step
 
 Axes = tuple[int, ...]
 

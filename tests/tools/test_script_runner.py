@@ -6,7 +6,7 @@ import keras
 import pytest
 
 from lockstep import OptionError
-from lockstep.tools.running_scripts import run_until_fit
+from lockstep.tools.script_runner import run_until_fit
 
 BUILD = """
 import keras, lockstep, numpy as np, sys

@@ -11,7 +11,7 @@ import pytest
 
 import lockstep
 from lockstep.data import fit_entry
-from lockstep.distributed import process_group
+from lockstep.distributed import worker_process_group
 from lockstep.distributed.control.failure_detector import Limits, find_failure
 from lockstep.distributed.control.transport import HEADER_BYTES, MAX_BYTES, decode, encode
 from tests.distributed.threaded_job import ThreadedJob
@@ -33,14 +33,14 @@ def test_broadcast_arrays_are_those_of_the_chief_in_chunks_of_any_size(numbers, 
     client = SimpleNamespace(
         group=SimpleNamespace(is_chief=True), broadcast=lambda topic, value: said.append(value) or value
     )
-    monkeypatch.setattr(process_group, "_CHUNK", numbers)
-    monkeypatch.setattr(process_group, "sum_over_workers", lambda placement, own: sent.append(own) or own)
-    assert process_group._broadcast_arrays(client, None, ARRAYS).keys() == ARRAYS.keys()
+    monkeypatch.setattr(worker_process_group, "_CHUNK", numbers)
+    monkeypatch.setattr(worker_process_group, "sum_over_workers", lambda placement, own: sent.append(own) or own)
+    assert worker_process_group._broadcast_arrays(client, None, ARRAYS).keys() == ARRAYS.keys()
 
     worker = SimpleNamespace(group=SimpleNamespace(is_chief=False), broadcast=lambda topic, value: said[0])
     chunks = iter(sent)
-    monkeypatch.setattr(process_group, "sum_over_workers", lambda placement, own: next(chunks) + own)
-    found = process_group._broadcast_arrays(worker, None, {})
+    monkeypatch.setattr(worker_process_group, "sum_over_workers", lambda placement, own: next(chunks) + own)
+    found = worker_process_group._broadcast_arrays(worker, None, {})
     assert list(found) == list(ARRAYS)
     for name, array in found.items():
         assert (array.dtype, array.shape) == (ARRAYS[name].dtype, ARRAYS[name].shape), name
@@ -68,14 +68,14 @@ def test_a_checkpoint_with_more_metadata_than_a_message_takes_reaches_all(monkey
         return said[-1]
 
     chief = SimpleNamespace(group=SimpleNamespace(is_chief=True, workers=2, index=0), broadcast=broadcast)
-    monkeypatch.setattr(process_group, "sum_over_workers", lambda placement, own: sent.append(own) or own)
-    expected = process_group.WorkerProcessGroup(chief, None).broadcast_from_chief((7, ARRAYS, metadata))
+    monkeypatch.setattr(worker_process_group, "sum_over_workers", lambda placement, own: sent.append(own) or own)
+    expected = worker_process_group.WorkerProcessGroup(chief, None).broadcast_from_chief((7, ARRAYS, metadata))
 
     worker = SimpleNamespace(
         group=SimpleNamespace(is_chief=False, workers=2, index=1), broadcast=lambda topic, value: said.pop(0)
     )
-    monkeypatch.setattr(process_group, "sum_over_workers", lambda placement, own: sent.pop(0) + own)
-    step, arrays, found = process_group.WorkerProcessGroup(worker, None).broadcast_from_chief(None)
+    monkeypatch.setattr(worker_process_group, "sum_over_workers", lambda placement, own: sent.pop(0) + own)
+    step, arrays, found = worker_process_group.WorkerProcessGroup(worker, None).broadcast_from_chief(None)
     assert (step, found) == (expected[0], expected[2]) == (7, metadata)
     assert arrays.keys() == expected[1].keys() == ARRAYS.keys()
     np.testing.assert_array_equal(arrays["matrix"], ARRAYS["matrix"])
@@ -86,7 +86,7 @@ def test_code_between_steps_has_no_limit():
     limits = Limits(timeout=60, long=1800)
 
     def call(session):
-        group = process_group.WorkerProcessGroup(session, None)
+        group = worker_process_group.WorkerProcessGroup(session, None)
         arguments = {
             "x": SimpleNamespace(num_batches=1, meter=SimpleNamespace(waited=0.0, read=0.0)),
             "callbacks": None,

@@ -3,7 +3,7 @@
 In a round each device runs one replica, or none. Replicas with different numbers of rows have different programs, and so
 different rounds. A device keeps at most about log2(its replicas) partial sums at a time, like a binary counter.
 
-The step is partitioned into programs (``step_programs.py``). Where the model is called, its replicas run one by one, each as a
+The step is partitioned into programs (``deterministic_step.py``). Where the model is called, its replicas run one by one, each as a
 program of one device, in rounds of one replica a device; rows are joined, and sums over replicas, above all
 gradients, are added in the order of one fixed tree (``collectives/fixed_tree_sum.py``). So no program that rounds depends on the number of
 devices; what depends on it only moves bytes and adds pairs.
@@ -33,6 +33,7 @@ from lockstep._errors import ModelError
 from lockstep.collectives.fixed_tree_sum import PartialSum, branches, tree_sum
 from lockstep.devices.batch_layout import BatchLayout
 from lockstep.devices.placement import DEVICE_AXIS, PlacedRows, Placement
+from lockstep.execution.deterministic_step import bind_isolated
 from lockstep.execution.jaxpr_utils import is_inexact
 from lockstep.execution.replica import ReplicaResult
 from lockstep.execution.spmd import (
@@ -44,7 +45,6 @@ from lockstep.execution.spmd import (
     sharded_array,
     to_per_device,
 )
-from lockstep.execution.step_programs import bind_isolated
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ import keras
 
 from lockstep._keras import trainer
 from lockstep.devices.placement import Placement
+from lockstep.execution.compiled_step import Step, dispatch_lock, without_aliases
 from lockstep.execution.executors import Executor, SpmdExecutor
 from lockstep.execution.step_functions import StepFunctions
-from lockstep.execution.train_state import Step, dispatch_lock, without_aliases
 
 
 class StepProbe:

@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from lockstep._arrays import DTYPES, array_bytes, describe_arrays, parse_description
+from lockstep._array_encoding import DTYPES, array_bytes, describe_arrays, parse_description
 from lockstep._errors import ModelError
 from lockstep._keras.patches import CHIEF_ONLY_FILES, CHIEF_ONLY_PRESETS, install
 from lockstep._keras.variable_placement import whole_values

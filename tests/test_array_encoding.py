@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from lockstep import InputError
-from lockstep._arrays import (
+from lockstep._array_encoding import (
     DTYPES,
     ML_DTYPES,
     ArraySpec,

@@ -6,16 +6,16 @@ import threading
 import pytest
 
 import lockstep
-from lockstep.distributed import jax_adoption
+from lockstep.distributed import attach_to_jax
+from lockstep.distributed.attach_to_jax import _check_secrets, _gather_over_jax, _open_channel, check_source
 from lockstep.distributed.cluster.membership import WorkerGroup
-from lockstep.distributed.jax_adoption import _check_secrets, _gather_over_jax, _open_channel, check_source
 
 
 @pytest.fixture
 def of_three(monkeypatch):
     """This process is number 1 of three of JAX."""
-    monkeypatch.setattr(jax_adoption.jax, "process_count", lambda: 3)
-    monkeypatch.setattr(jax_adoption.jax, "process_index", lambda: 1)
+    monkeypatch.setattr(attach_to_jax.jax, "process_count", lambda: 3)
+    monkeypatch.setattr(attach_to_jax.jax, "process_index", lambda: 1)
 
 
 def group(workers, index, source="Slurm"):
@@ -95,7 +95,7 @@ def test_processes_with_and_without_a_secret_are_refused():
 @pytest.mark.slow
 def test_a_process_that_does_not_come_is_waited_for_within_the_limit(of_three, monkeypatch):
     never = threading.Event()
-    monkeypatch.setattr(jax_adoption, "_all_gather", lambda own: never.wait(60))
+    monkeypatch.setattr(attach_to_jax, "_all_gather", lambda own: never.wait(60))
     lines = []
     with pytest.raises(lockstep.ClusterError) as raised:
         _gather_over_jax({}, "an introduction", 2.5, lines.append)
@@ -109,7 +109,7 @@ def test_what_jax_says_of_a_lost_process_is_shown(of_three, monkeypatch):
     def fail(own):
         raise RuntimeError("Connection closed by peer")
 
-    monkeypatch.setattr(jax_adoption, "_all_gather", fail)
+    monkeypatch.setattr(attach_to_jax, "_all_gather", fail)
     with pytest.raises(
         lockstep.ClusterError, match="was not exchanged with process 0 and 2 of 3 of JAX: Connection closed"
     ):
