@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import lockstep
-from lockstep.data import fit_entry
+from lockstep.data.process_group import ProcessGroup
 from lockstep.distributed import worker_process_group
 from lockstep.distributed.control.failure_detector import Limits, find_failure
 from lockstep.distributed.control.transport import HEADER_BYTES, MAX_BYTES, decode, encode
@@ -49,7 +49,7 @@ def test_broadcast_arrays_are_those_of_the_chief_in_chunks_of_any_size(numbers, 
     assert all(len(chunk) <= numbers for chunk in sent)
 
 
-class Ending(fit_entry.ProcessGroup):
+class Ending(ProcessGroup):
     """A process group that notes the ends of steps."""
 
     def __init__(self, ended):

@@ -23,6 +23,7 @@ from lockstep._keras.patches import CHIEF_ONLY_FILES, CHIEF_ONLY_PRESETS, instal
 from lockstep._keras.variable_placement import whole_values
 from lockstep.data import fit_entry
 from lockstep.data.keras_adapter import KerasInput
+from lockstep.data.process_group import ProcessGroup
 from lockstep.devices.placement import DEVICE_AXIS, Placement, is_rows
 from lockstep.distributed.consistency import BatchComparison, DriftCheck, describe_model
 from lockstep.distributed.control.control_client import MAIN, ControlClient
@@ -37,7 +38,7 @@ _METADATA = "the metadata of the checkpoint"
 _CHUNK = 1 << 22  # Numbers of 4 bytes of one sum.
 
 
-class WorkerProcessGroup(fit_entry.ProcessGroup):
+class WorkerProcessGroup(ProcessGroup):
     """Coordinates the calls of all workers, besides the steps.
 
     Args:

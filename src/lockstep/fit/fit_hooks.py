@@ -14,8 +14,9 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 import keras
 
 from lockstep._errors import OptionError
-from lockstep.data.fit_entry import ProcessGroup, callbacks_in
+from lockstep.data.fit_entry import callbacks_in
 from lockstep.data.keras_adapter import KerasInput
+from lockstep.data.process_group import ProcessGroup
 from lockstep.devices.placement import Placement
 from lockstep.execution.step_functions import StepFunctions
 from lockstep.fit.checkpointing.fit_checkpoint import FitCheckpoint

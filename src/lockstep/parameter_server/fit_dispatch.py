@@ -18,6 +18,7 @@ from lockstep._keras.trainer import refresh_before_sync
 from lockstep.data import fit_entry
 from lockstep.data.indexed_batches import IndexedBatches
 from lockstep.data.keras_adapter import KerasInput
+from lockstep.data.process_group import ProcessGroup
 from lockstep.distributed.control.termination import exit_code_of
 from lockstep.distributed.control.transport import as_text
 from lockstep.fit.checkpointing.backup_and_restore import BackupAndRestore
@@ -39,7 +40,7 @@ from lockstep.parameter_server.worker_fit import WorkerFit
 _HOOKS = "hooks of the data"
 
 
-class ChiefFitDispatch(fit_entry.ProcessGroup):
+class ChiefFitDispatch(ProcessGroup):
     """Calls at the chief.
 
     Args:
@@ -58,7 +59,7 @@ class ChiefFitDispatch(fit_entry.ProcessGroup):
         )
 
     def run_call(self, model: keras.Model, call: str, arguments: dict[str, Any], proceed: Callable[[], Any]) -> Any:
-        """See :class:`lockstep.data.fit_entry.ProcessGroup`."""
+        """See :class:`lockstep.data.process_group.ProcessGroup`."""
         if call == "predict" or self._is_nested:
             return proceed()
         self._is_nested = True
@@ -140,7 +141,7 @@ class ChiefFitDispatch(fit_entry.ProcessGroup):
             )
 
 
-class WorkerFitDispatch(fit_entry.ProcessGroup):
+class WorkerFitDispatch(ProcessGroup):
     """Calls at a worker, a server or the evaluator.
 
     Args:
@@ -159,7 +160,7 @@ class WorkerFitDispatch(fit_entry.ProcessGroup):
         )
 
     def run_call(self, model: keras.Model, call: str, arguments: dict[str, Any], proceed: Callable[[], Any]) -> Any:
-        """See :class:`lockstep.data.fit_entry.ProcessGroup`."""
+        """See :class:`lockstep.data.process_group.ProcessGroup`."""
         if call == "fit" and self.scheduler.is_in_function:
             raise ScopeError(
                 "A scheduled function cannot call fit. Fix: use train_on_batch in it, or call fit in the loop that schedules it."

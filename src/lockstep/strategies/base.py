@@ -18,7 +18,8 @@ from lockstep._keras.patches import value_in_context
 from lockstep._keras.variable_placement import VariableSharder, lay_out
 from lockstep._logging import counted, log_info
 from lockstep.custom_loops.replica_context import ReplicaModels, open_scopes
-from lockstep.data.fit_entry import FitEntry, ProcessGroup
+from lockstep.data.fit_entry import FitEntry
+from lockstep.data.process_group import ProcessGroup
 from lockstep.devices.names import is_described, listed_devices
 from lockstep.devices.placement import MeshPlacement, Placement, gather_on_host
 from lockstep.devices.xla_flags import describe_determinism

@@ -14,8 +14,8 @@ from lockstep._keras import trainer
 from lockstep._logging import log_info
 from lockstep.collectives import CommunicationOptions, Ops, ops_from_options
 from lockstep.collectives.base import PackedAllReduce
-from lockstep.data import fit_entry
 from lockstep.data.fit_entry import InputOptions
+from lockstep.data.process_group import ProcessGroup
 from lockstep.devices.cpu_devices import check_shared_thread_pool
 from lockstep.devices.names import count_cpu_devices, platform_of, resolve_devices
 from lockstep.devices.placement import Placement
@@ -167,12 +167,8 @@ class WorkerStrategy(Strategy):
             "recompute": "a function" if callable(self._recompute) else self._recompute,
         }
 
-    def _join_process_group(self) -> fit_entry.ProcessGroup:
-        return (
-            WorkerProcessGroup(self._job.client, self._placement.along_devices)
-            if self._job
-            else fit_entry.ProcessGroup()
-        )
+    def _join_process_group(self) -> ProcessGroup:
+        return WorkerProcessGroup(self._job.client, self._placement.along_devices) if self._job else ProcessGroup()
 
     @cached_property
     def _step_hooks(self) -> tuple[StepHook, ...]:

@@ -17,7 +17,8 @@ from lockstep._keras import trainer
 from lockstep._keras.trainer import observe_compile
 from lockstep.cluster_resolver import RESOLVERS, resolve
 from lockstep.collectives import AutoAllReduce
-from lockstep.data.fit_entry import FitEntry, InputOptions, ProcessGroup
+from lockstep.data.fit_entry import FitEntry, InputOptions
+from lockstep.data.process_group import ProcessGroup
 from lockstep.devices.placement import placement_on
 from lockstep.distributed.cluster.env_reader import NetworkOptions
 from lockstep.doctor.base import Finding, FitCall, Report, RuntimeSettings, calling_location, doctor_enabled, set_doctor

@@ -20,7 +20,7 @@ from lockstep._errors import (
     whole_number,
 )
 from lockstep._keras import trainer
-from lockstep.data.fit_entry import ProcessGroup
+from lockstep.data.process_group import ProcessGroup
 from lockstep.data.sources import AdapterSource, check_data, make_source
 from lockstep.devices.host_memory import host_memory
 from lockstep.devices.placement import count_rows

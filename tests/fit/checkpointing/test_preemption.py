@@ -13,7 +13,7 @@ import lockstep
 from lockstep.checkpoint.async_writer import BackgroundWriter
 from lockstep.checkpoint.files import Snapshot
 from lockstep.checkpoint.store import CheckpointStore
-from lockstep.data.fit_entry import ProcessGroup
+from lockstep.data.process_group import ProcessGroup
 from lockstep.fit.checkpointing.preemption import exit_after_checkpoint
 
 from .runs import INPUTS, Run, whole
@@ -113,7 +113,7 @@ def test_every_input_goes_on_from_a_validation(kind, number, tmp_path):
 CATCHES = """
 import os, signal, sys
 from lockstep import ClusterError
-from lockstep.data.fit_entry import ProcessGroup
+from lockstep.data.process_group import ProcessGroup
 from lockstep.fit.checkpointing.preemption import Preemption
 try:
     with Preemption(ProcessGroup()) as preemption:
@@ -151,7 +151,7 @@ def test_a_signal_takes_effect_although_the_program_catches_an_exception_that_fo
 
 REPEATS = """
 import atexit, os, signal, time
-from lockstep.data.fit_entry import ProcessGroup
+from lockstep.data.process_group import ProcessGroup
 from lockstep.fit.checkpointing.preemption import Preemption
 now = 0.0
 with Preemption(ProcessGroup(), clock=lambda: now) as preemption:
@@ -184,7 +184,7 @@ def test_checkpoint_restores_the_handlers_if_closing_fails(tmp_path, monkeypatch
 
 AGAIN = """
 import os, signal
-from lockstep.data.fit_entry import ProcessGroup
+from lockstep.data.process_group import ProcessGroup
 from lockstep.fit.checkpointing.preemption import Preemption
 for _ in range(2):
     try:

@@ -20,8 +20,8 @@ from lockstep._version import used_versions
 from lockstep.checkpoint.async_writer import BackgroundWriter
 from lockstep.checkpoint.files import Loaded, Snapshot, open_stored
 from lockstep.checkpoint.store import CheckpointStore, ShardedSnapshot, ShardedStore, shared_token
-from lockstep.data.fit_entry import ProcessGroup
 from lockstep.data.keras_adapter import KerasInput
+from lockstep.data.process_group import ProcessGroup
 from lockstep.data.random_state import capture_random_state, restore_random_state
 from lockstep.data.resumable_iterator import InputState
 from lockstep.doctor.base import FitCall, doctor_enabled

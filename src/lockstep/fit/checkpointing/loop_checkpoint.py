@@ -12,7 +12,7 @@ from lockstep._version import used_versions
 from lockstep.checkpoint.async_writer import BackgroundWriter
 from lockstep.checkpoint.files import Snapshot
 from lockstep.checkpoint.store import CheckpointStore
-from lockstep.data.fit_entry import ProcessGroup
+from lockstep.data.process_group import ProcessGroup
 from lockstep.data.random_state import capture_random_state, restore_random_state
 from lockstep.devices.placement import Placement
 from lockstep.fit.checkpointing.model_state import check_fields, copies_of

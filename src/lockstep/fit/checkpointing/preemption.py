@@ -18,7 +18,7 @@ from typing import Any
 from lockstep._errors import PEER_LOST, ClusterError, summary_of
 from lockstep._logging import log_info
 from lockstep.checkpoint.async_writer import BackgroundWriter
-from lockstep.data.fit_entry import ProcessGroup
+from lockstep.data.process_group import ProcessGroup
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 _INTERVAL = 1.0  # seconds from one exchange to the next

@@ -25,8 +25,9 @@ from lockstep._atomic_files import replace_file
 from lockstep._errors import summary_of
 from lockstep._keras.trainer import steps_done
 from lockstep.checkpoint.files import STATUS
-from lockstep.data.fit_entry import ProcessGroup, callbacks_in
+from lockstep.data.fit_entry import callbacks_in
 from lockstep.data.prefetch import WaitMeter
+from lockstep.data.process_group import ProcessGroup
 from lockstep.distributed.control.failure_detector import WorkerStatus
 from lockstep.execution.step_hooks import StepHook
 from lockstep.fit.checkpointing.backup_and_restore import BackupAndRestore
