@@ -6,17 +6,16 @@ import pytest
 
 from lockstep import OptionError
 from lockstep.distributed.control.failure_detector import (
-    WAITING,
     FailureKind,
-    Limits,
     SuspendDetector,
-    WorkerStatus,
     find_cause,
     find_failure,
     find_overdue,
     make_failure,
 )
 from lockstep.distributed.control.handshake import Peer
+from lockstep.distributed.control.heartbeat import WAITING, WorkerStatus
+from lockstep.distributed.control.limits import Limits
 
 LIMITS = Limits(timeout=60, long=1800)
 NOW = 10_000.0

@@ -13,7 +13,6 @@ import pytest
 
 from lockstep.distributed.cluster.membership import WorkerGroup
 from lockstep.distributed.control.control_server import ControlServer
-from lockstep.distributed.control.failure_detector import Limits
 from lockstep.distributed.control.handshake import (
     PROTOCOL,
     HandshakeError,
@@ -28,6 +27,7 @@ from lockstep.distributed.control.handshake import (
     verify_proof,
     wait_until_admitted,
 )
+from lockstep.distributed.control.limits import Limits
 from lockstep.distributed.control.transport import HANDSHAKE_BYTES, MAC_BYTES, MacCounter, encode
 from lockstep.launch.launch_config import LaunchConfig
 from lockstep.launch.rendezvous import RendezvousServer

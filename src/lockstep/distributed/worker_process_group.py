@@ -27,7 +27,7 @@ from lockstep.data.process_group import ProcessGroup
 from lockstep.devices.placement import DEVICE_AXIS, Placement, is_rows
 from lockstep.distributed.consistency import BatchComparison, DriftCheck, describe_model
 from lockstep.distributed.control.control_client import MAIN, ControlClient
-from lockstep.distributed.control.failure_detector import WorkerStatus
+from lockstep.distributed.control.heartbeat import WorkerStatus
 from lockstep.distributed.control.transport import as_text
 from lockstep.execution.step_hooks import StepHook
 from lockstep.execution.step_loop import STATE

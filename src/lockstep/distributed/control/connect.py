@@ -13,7 +13,7 @@ from lockstep.distributed.cluster.env_reader import NO_SECRET, NetworkOptions
 from lockstep.distributed.cluster.membership import WorkerGroup
 from lockstep.distributed.control.control_client import ControlClient
 from lockstep.distributed.control.control_server import LINGER_SECONDS, ControlServer
-from lockstep.distributed.control.failure_detector import START, Failure, Limits
+from lockstep.distributed.control.failure_detector import Failure
 from lockstep.distributed.control.handshake import (
     HANDSHAKE_SECONDS,
     HandshakeError,
@@ -25,6 +25,8 @@ from lockstep.distributed.control.handshake import (
     join_request,
     open_listener,
 )
+from lockstep.distributed.control.heartbeat import START
+from lockstep.distributed.control.limits import Limits
 from lockstep.distributed.control.termination import ExitGuard
 from lockstep.distributed.control.transport import FramedSocket, as_json
 

@@ -14,21 +14,18 @@ from lockstep._logging import CancelledError, WaitLogger, is_cancelled, listed
 from lockstep.distributed.cluster.membership import WorkerGroup
 from lockstep.distributed.control.control_server import BARRIER, BROADCAST, GATHER, LEAVE, ControlServer
 from lockstep.distributed.control.disagreement import digest, find_disagreement
-from lockstep.distributed.control.failure_detector import (
+from lockstep.distributed.control.failure_detector import Failure, FailureKind, SuspendDetector, make_failure
+from lockstep.distributed.control.handshake import Peer
+from lockstep.distributed.control.heartbeat import (
     HEARTBEAT_SECONDS,
     PROGRAM,
     QUIET,
     SAVING,
     START,
     WAITING,
-    Failure,
-    FailureKind,
-    Limits,
-    SuspendDetector,
     WorkerStatus,
-    make_failure,
 )
-from lockstep.distributed.control.handshake import Peer
+from lockstep.distributed.control.limits import Limits
 from lockstep.distributed.control.transport import EventLoop, FramedSocket, as_json, encode
 
 MAIN = "main"

@@ -15,14 +15,9 @@ from lockstep._logging import listed
 from lockstep.distributed.cluster.membership import WorkerGroup
 from lockstep.distributed.control.admission import Admission, JoinRejection
 from lockstep.distributed.control.failure_detector import (
-    HEARTBEAT_SECONDS,
-    MAY_TAKE_LONG,
-    START,
     Failure,
     FailureKind,
-    Limits,
     SuspendDetector,
-    WorkerStatus,
     find_cause,
     find_death,
     find_failure,
@@ -30,6 +25,8 @@ from lockstep.distributed.control.failure_detector import (
     make_failure,
 )
 from lockstep.distributed.control.handshake import HandshakeServer, Peer, refusal
+from lockstep.distributed.control.heartbeat import HEARTBEAT_SECONDS, MAY_TAKE_LONG, START, WorkerStatus
+from lockstep.distributed.control.limits import Limits
 from lockstep.distributed.control.transport import MAX_BYTES, EventLoop, FramedSocket, encode
 
 GATHER, BROADCAST, BARRIER = "gather", "broadcast", "barrier"

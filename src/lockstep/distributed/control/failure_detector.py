@@ -7,13 +7,23 @@ that has left never reached that step, waiting is given up early. If no worker l
 
 import enum
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from lockstep._errors import NO_PROGRESS, PEER_LOST, USER_ERROR, OptionError
+from lockstep._errors import NO_PROGRESS, PEER_LOST, USER_ERROR
 from lockstep._logging import listed
 from lockstep.distributed.control.handshake import Peer
+from lockstep.distributed.control.heartbeat import (
+    HEARTBEAT_SECONDS,
+    MAY_TAKE_LONG,
+    PROGRAM,
+    QUIET,
+    STEP,
+    WAITING,
+    WorkerStatus,
+)
+from lockstep.distributed.control.limits import Limits
 
 
 class FailureKind(enum.StrEnum):
@@ -85,77 +95,7 @@ class Failure:
         return cls(**{**message, "kind": FailureKind(message["kind"])})
 
 
-HEARTBEAT_SECONDS = 0.5
-START = "start"
-STEP = "step"
-WAITING = "waiting for others at "  # And the topic: in a collective call of the control client.
-PROGRAM = "program"  # The user's code between steps. It may take as long as it likes, unless others wait.
-SAVING = "saving"  # Only the chief does, and the others wait for it in the next step.
-MAY_TAKE_LONG = (START, "compiling", SAVING)
-
-QUIET = 6 * HEARTBEAT_SECONDS  # A heartbeat is not that late by chance.
 _PAUSE = 4 * HEARTBEAT_SECONDS
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Limits of waits, in seconds.
-
-    Args:
-        timeout: limit of a wait, and of the silence of a worker.
-        long: limit of an activity of ``MAY_TAKE_LONG``, and of a step of all workers.
-        start: limit of the wait for all workers at the start; None: ``timeout``.
-
-    Raises:
-        OptionError: a limit is so low that late heartbeats would exceed it, or ``long`` is below ``timeout``.
-    """
-
-    timeout: float
-    long: float
-    start: float | None = None
-
-    @property
-    def start_timeout(self) -> float:
-        """Limit of the wait at the start."""
-        return self.timeout if self.start is None else self.start
-
-    def __post_init__(self) -> None:
-        least = 3 * HEARTBEAT_SECONDS
-        if not least <= self.timeout <= self.long:
-            raise OptionError(
-                f"timeout_seconds, long_seconds: expected {least:g} or more, and the second no less than the first, as "
-                f"heartbeats come each {HEARTBEAT_SECONDS:g} s; got {self.timeout:g} and {self.long:g}."
-            )
-        if not self.start_timeout >= 0:
-            raise OptionError(f"start_seconds: expected 0 or more, got {self.start_timeout:g}.")
-
-
-@dataclass(frozen=True)
-class WorkerStatus:
-    """The last heartbeat of one worker.
-
-    Args:
-        peer: the worker.
-        heard: time of the last message; times are the observer's, in seconds.
-        step: the last step that it has begun.
-        activity: what its main thread does there.
-        since: when it began that.
-        left: whether it has left the job in order.
-        metadata: numbers that it reports about itself, for monitors.
-    """
-
-    peer: Peer
-    heard: float
-    step: int = 0
-    activity: str = START
-    since: float = 0.0
-    left: bool = False
-    metadata: Mapping[str, float] = field(default_factory=dict)
-
-    @property
-    def doing(self) -> str:
-        """Activity and step, for messages."""
-        return f"in {self.activity!r} at step {self.step}"
 
 
 def find_failure(now: float, statuses: Sequence[WorkerStatus], limits: Limits) -> Failure | None:

@@ -28,7 +28,7 @@ from lockstep.checkpoint.files import STATUS
 from lockstep.data.fit_entry import callbacks_in
 from lockstep.data.prefetch import WaitMeter
 from lockstep.data.process_group import ProcessGroup
-from lockstep.distributed.control.failure_detector import WorkerStatus
+from lockstep.distributed.control.heartbeat import WorkerStatus
 from lockstep.execution.step_hooks import StepHook
 from lockstep.fit.checkpointing.backup_and_restore import BackupAndRestore
 from lockstep.fit.fit_hooks import FitContext, single_callback
