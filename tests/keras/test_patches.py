@@ -10,7 +10,7 @@ import keras
 import pytest
 
 import lockstep
-from lockstep._keras import graph, patches, trainer
+from lockstep._keras import batch_normalization, graph, patches, trainer
 
 PACKAGE = Path(lockstep.__file__).parent
 PAGE = Path(__file__).parents[2] / "docs" / "versions.md"
@@ -20,6 +20,8 @@ OTHER_WRITERS = {
     "fit/checkpointing/model_state.py",
     "launch/worker_main.py",  # names of the module __main__
     "_keras/graph.py",
+    "_keras/layer_attributes.py",
+    "_keras/recompute.py",
     "_keras/patches.py",
     "_keras/trainer.py",
 }
@@ -85,8 +87,8 @@ def in_use(model):
     yield trainer.refresh_before_sync(model, lambda: None)
     yield patches.patched_method(patches.STATELESS_CALL, [model], lambda *args: None)
     yield patches.patched_method(patches.STATELESS_CALL, [model], lambda *args: None)
-    yield graph.disable_batch_statistics(model, lambda value: value)
-    yield graph.clear_synchronized(model)
+    yield batch_normalization.disable_batch_statistics(model, lambda value: value)
+    yield batch_normalization.clear_synchronized(model)
     yield patches.patched_method(patches.LAYER_CALL, graph.operations_of(model), lambda layer, call: call)
     yield patches.patched_method(patches.LOSS, [model], lambda model, compute_loss: compute_loss)
     yield patches.patched_method(patches.OPTIMIZER_UPDATE, [model.optimizer], lambda optimizer, apply: apply)

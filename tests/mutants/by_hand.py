@@ -333,8 +333,8 @@ FAULTS = [
     Mutant(
         "mean-over-replicas-not-rows",
         "custom_loops/strategy_api.py",
-        "return total / count if op is ReduceOp.MEAN else total",
-        "return total / self._placement.replicas if op is ReduceOp.MEAN else total",
+        "return (total / count).astype(dtype) if op is ReduceOp.MEAN else total",
+        "return (total / self._placement.replicas).astype(dtype) if op is ReduceOp.MEAN else total",
         "A mean over an axis is divided by the number of replicas.",
     ),
     Mutant(

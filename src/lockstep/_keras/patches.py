@@ -144,7 +144,7 @@ LAYER_CALL = Patch(
     reason="outputs of layers are recorded, or a layer computes in another way during this trace",
     public_api="hooks around Layer.__call__",
     used_by=(
-        "_keras/graph.py",
+        "_keras/recompute.py",
         "execution/executors.py",
         "execution/step_functions.py",
         "fit/nan_diagnosis.py",
@@ -157,7 +157,7 @@ MOMENTS = Patch(
     lifetime="one trace",
     reason="the proof follows what a normalization does besides the statistics of the batch, which replicas have by design",
     public_api="a method of BatchNormalization for the moments",
-    used_by=("_keras/graph.py",),
+    used_by=("_keras/batch_normalization.py",),
 )
 LOSS = Patch(
     target="model",
@@ -189,7 +189,7 @@ SYNCHRONIZED_FLAG = Patch(
     lifetime="one trace",
     reason="a layer that sees the global batch needs no collective, which Keras would refuse on JAX",
     public_api="BatchNormalization(synchronized=True) on JAX",
-    used_by=("_keras/graph.py",),
+    used_by=("_keras/batch_normalization.py",),
 )
 LOCAL_DEVICES = Patch(
     target="module of the backend's devices",

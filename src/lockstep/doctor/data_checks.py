@@ -11,7 +11,8 @@ import keras
 import numpy as np
 
 from lockstep._keras import trainer
-from lockstep._keras.graph import is_keras_class, layers_of, operations_of, outputs_of, unsynchronized_normalizations
+from lockstep._keras.batch_normalization import unsynchronized_normalizations
+from lockstep._keras.graph import is_keras_class, layers_of, operations_of, outputs_of
 from lockstep._logging import counted
 from lockstep.data.fit_entry import callbacks_in
 from lockstep.data.keras_adapter import KerasInput

@@ -18,19 +18,15 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 
-from lockstep._keras.graph import (
+from lockstep._keras.batch_normalization import disable_batch_statistics
+from lockstep._keras.graph import cause_of, get_keras_mask, is_seed, lacks_aggregation, set_keras_mask
+from lockstep._keras.layer_attributes import (
     attribute_arrays,
     attribute_numbers,
     attributes_kept,
-    cause_of,
     changed_numbers,
-    disable_batch_statistics,
-    get_keras_mask,
     is_equal_number,
-    is_seed,
-    lacks_aggregation,
     set_attribute_leaves,
-    set_keras_mask,
 )
 from lockstep.execution.replica import ReplicaCall, ReplicaResult, StateMerge, halves, join_halves
 from lockstep.execution.rowwise import (

@@ -20,8 +20,9 @@ import jax.numpy as jnp
 import keras
 from jax.sharding import SingleDeviceSharding
 
-from lockstep._keras.graph import copy_keras_mask, recompute_layers
+from lockstep._keras.graph import copy_keras_mask
 from lockstep._keras.patches import LAYER_CALL, patched_method
+from lockstep._keras.recompute import recompute_layers
 from lockstep.collectives import AutoAllReduce, CrossDeviceOps
 from lockstep.devices.batch_layout import BatchLayout, rows_of_replicas
 from lockstep.devices.cpu_devices import usable_cores

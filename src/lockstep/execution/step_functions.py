@@ -19,13 +19,8 @@ import keras
 import numpy as np
 
 from lockstep._keras import trainer
-from lockstep._keras.graph import (
-    clear_synchronized,
-    forget_losses,
-    global_batch_reason,
-    models_of,
-    unsynchronized_normalizations,
-)
+from lockstep._keras.batch_normalization import clear_synchronized, unsynchronized_normalizations
+from lockstep._keras.graph import forget_losses, global_batch_reason, models_of
 from lockstep._keras.patches import LAYER_CALL, STATELESS_CALL, patched_method, value_in_context
 from lockstep.data.prefetch import is_reading_ahead
 from lockstep.devices.names import device_name

@@ -19,7 +19,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from lockstep._keras.graph import blocks_of, layers_where, recompute_layers
+from lockstep._keras.recompute import blocks_of, layers_where, recompute_layers
 from lockstep.devices.placement import DEVICE_AXIS, Placement, is_large
 from lockstep.execution.replica import ReplicaCall, ReplicaResult
 

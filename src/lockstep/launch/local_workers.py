@@ -12,16 +12,10 @@ from typing import Protocol
 
 from lockstep._errors import DONE, NO_PROGRESS, PEER_LOST
 from lockstep.launch.rank_assignment import NodeProcesses, ProcessName, format_names
+from lockstep.launch.reaper import terminate_children
 from lockstep.launch.restart_policy import RestartBudget, WorkerLossPolicy
-from lockstep.launch.worker_process import (
-    USAGE,
-    ProcessFailure,
-    SignalPipe,
-    WorkerProcess,
-    job_exit_code,
-    root_cause,
-    terminate_children,
-)
+from lockstep.launch.signals import SignalPipe
+from lockstep.launch.worker_process import USAGE, ProcessFailure, WorkerProcess, job_exit_code, root_cause
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGPIPE)
 _DUMP_SECONDS = 0.5  # For each worker to print its stack, before it gets SIGTERM.

@@ -41,7 +41,8 @@ from lockstep.launch.rendezvous_state import (
     RendezvousState,
     identity_of,
 )
-from lockstep.launch.worker_process import USAGE, SignalPipe
+from lockstep.launch.signals import SignalPipe
+from lockstep.launch.worker_process import USAGE
 
 _HEARTBEAT_SECONDS = 1.0
 _TICK_SECONDS = 0.1

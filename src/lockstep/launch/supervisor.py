@@ -30,8 +30,10 @@ from lockstep.launch.rank_assignment import (
     format_counts,
     reserved_addresses,
 )
+from lockstep.launch.reaper import adopt_orphans, child_pids
 from lockstep.launch.rendezvous import NodeExit, join_rendezvous
 from lockstep.launch.restart_policy import RestartBudget, backoff_seconds
+from lockstep.launch.signals import FORWARDED, SignalPipe
 from lockstep.launch.worker_environment import (
     MallocSelection,
     choose_allocator,
@@ -40,7 +42,7 @@ from lockstep.launch.worker_environment import (
     inherited_variables,
     library_folders,
 )
-from lockstep.launch.worker_process import FORWARDED, SignalPipe, WorkerProcess, adopt_orphans, child_pids
+from lockstep.launch.worker_process import WorkerProcess
 
 _FLUSH_SECONDS = 2.0  # For a reader to take the last output.
 

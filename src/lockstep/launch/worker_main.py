@@ -22,14 +22,9 @@ from types import CodeType, ModuleType, TracebackType
 
 from lockstep._errors import INTERRUPTED, USER_ERROR, ClusterError
 from lockstep.distributed.cluster.env_reader import launched_workers
-from lockstep.launch.worker_process import (
-    FORWARDED,
-    ErrorRecord,
-    SignalPipe,
-    adopt_orphans,
-    die_with_parent,
-    run_reaper,
-)
+from lockstep.launch.reaper import adopt_orphans, die_with_parent, run_reaper
+from lockstep.launch.signals import FORWARDED, SignalPipe
+from lockstep.launch.worker_process import ErrorRecord
 
 
 def main() -> None:

@@ -1,32 +1,25 @@
-"""A worker's process: its start, its signals as events, why it failed, and the end of all of its descendants.
-
-The reaper forwards signals, reports the exit of its worker, and kills the worker's descendants then or when the supervisor dies. On
-Linux it is a subreaper, the parent of all orphans below it, so that it also finds a process that moved to a session of its own.
-Other Unixes lack these calls; there it kills the worker's process group.
-"""
+"""A worker's process, as its supervisor sees it: its start, its output, its end through its ``reaper``, and why it failed."""
 
 import contextlib
-import ctypes
 import io
 import json
 import os
-import select
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from types import FrameType
 
-from lockstep._errors import INTERRUPTED, MAX_WAIT_SECONDS, NO_PROGRESS, PEER_LOST, USER_ERROR, signal_name
+from lockstep._errors import INTERRUPTED, NO_PROGRESS, PEER_LOST, USER_ERROR, signal_name
 from lockstep.launch.launch_config import LaunchConfig
 from lockstep.launch.log_multiplexer import LogPump
 from lockstep.launch.rank_assignment import ProcessName
+from lockstep.launch.reaper import KILL_SECONDS
+from lockstep.launch.signals import FORWARDED
 
 _CAUSE_SECONDS = 1.0  # The exit of a process that failed because of another may be seen before that of the other.
 USAGE = 2  # The exit code of argparse; a restart with the same arguments would not help.
@@ -151,61 +144,6 @@ def job_exit_code(code: int) -> int:
     return 128 - code if code < 0 else code
 
 
-class SignalPipe:
-    """Queues signals from now until ``close``; they have no other effect.
-
-    Args:
-        numbers: the signals. A signal that this process was started to ignore, as under ``nohup``, stays ignored.
-    """
-
-    def __init__(self, numbers: Iterable[int]) -> None:
-        self._reader, self._writer = os.pipe()
-        os.set_blocking(self._reader, False)
-        os.set_blocking(self._writer, False)
-        handled = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
-        self._previous_handlers = {number: signal.signal(number, _do_nothing) for number in handled}
-        self._previous_wakeup = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
-
-    def wait(self, seconds: float | None, files: Iterable[int] = ()) -> tuple[list[int], set[int]]:
-        """Wait for signals.
-
-        Args:
-            seconds: limit of the wait, which ends after 25 days at the latest; None: no limit.
-            files: descriptors that end the wait, too, when they are readable or their other end is closed.
-
-        Returns:
-            The numbers of the signals, in their order, and the files that are ready.
-        """
-        poll = select.poll()
-        for file in (self._reader, *files):
-            poll.register(file, select.POLLIN)
-        limit = None if seconds is None else min(max(0.0, seconds), MAX_WAIT_SECONDS) * 1000
-        ready = {file for file, _ in poll.poll(limit)}
-        return self._read(), ready - {self._reader}
-
-    def post(self, number: int) -> None:
-        """Have ``wait`` return this number, too; for other threads of this process."""
-        os.write(self._writer, bytes([number]))
-
-    def close(self) -> None:
-        """Restore the previous signal handlers."""
-        signal.set_wakeup_fd(self._previous_wakeup)
-        for number, handler in self._previous_handlers.items():
-            signal.signal(number, handler)
-        os.close(self._reader)
-        os.close(self._writer)
-
-    def _read(self) -> list[int]:
-        try:
-            return list(os.read(self._reader, 4096))
-        except BlockingIOError:
-            return []
-
-
-def _do_nothing(number: int, frame: FrameType | None) -> None:
-    """Python's own handler has already written the number to the pipe."""
-
-
 class WorkerProcess:
     """Starts and controls a worker or another process of a job.
 
@@ -279,7 +217,7 @@ class WorkerProcess:
         else:  # The reaper itself was killed, and the worker with it; or it failed before there was a worker.
             self.code, self.ended_at = -signal.SIGKILL, time.monotonic()
             with suppress(subprocess.TimeoutExpired):
-                self.code = self._reaper.wait(_KILL_SECONDS) or self.code
+                self.code = self._reaper.wait(KILL_SECONDS) or self.code
         with self._error:
             self._record = ErrorRecord.from_bytes(self._error.readall() or b"")
 
@@ -328,120 +266,3 @@ _START = "import sys; sys.flags.safe_path or sys.path.pop(0); from lockstep.laun
 def _command(job: LaunchConfig, files: Iterable[int]) -> list[str]:
     kind = "-m" if job.is_module else "-f"
     return [sys.executable, "-c", _START, *map(str, files), kind, *job.program]
-
-
-FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-_LEFTOVER_SECONDS = 1.0  # Python's resource tracker outlives its process briefly, to remove shared memory.
-_SET_PARENT_DEATH_SIGNAL = 1  # prctl(2)
-_SET_CHILD_SUBREAPER = 36
-_PROCESSES = Path("/proc")
-_POLL_SECONDS = 0.01
-_KILL_SECONDS = 5.0  # A killed process is gone in milliseconds, unless it waits for a disk or a driver.
-
-
-def run_reaper(worker: int, supervisor: int, signals: SignalPipe) -> None:
-    """Wait until a worker exits or the supervisor dies, then kill the worker and its descendants.
-
-    Args:
-        worker: process ID of the worker, which leads its own process group.
-        supervisor: socket to the supervisor; it is closed when the supervisor dies. "CODE SECONDS" is written to it when the worker
-            exits, with the time of the monotonic clock.
-        signals: the signals to forward, and SIGCHLD.
-    """
-    with suppress(OSError):
-        os.setpgid(worker, worker)  # The worker calls this, too; either may be first.
-    status = _wait_for_exit(worker, supervisor, signals)
-    if status is not None:
-        with suppress(OSError):  # The supervisor has died in the meantime.
-            os.write(supervisor, f"{os.waitstatus_to_exitcode(status)} {time.monotonic()}".encode())
-    if status is None or sys.platform != "linux":  # Other systems cannot list the remaining processes.
-        _send_signal(worker, signal.SIGKILL, group=True)
-    terminate_children(0 if status is None else _LEFTOVER_SECONDS)
-
-
-def _wait_for_exit(worker: int, supervisor: int, signals: SignalPipe) -> int | None:
-    """Return the worker's wait status, or None if the supervisor died first."""
-    while True:
-        numbers, closed = signals.wait(None, [supervisor])
-        for number in numbers:
-            if number in FORWARDED:
-                _send_signal(worker, number)
-        status = _reap().get(worker)
-        if status is not None or closed:
-            return status
-
-
-def adopt_orphans() -> None:
-    """Make this process the parent of every descendant whose own parent exits (Linux), so that none escapes."""
-    _prctl(_SET_CHILD_SUBREAPER, 1)
-
-
-def die_with_parent(parent: int) -> None:
-    """Have this process killed when its parent dies (Linux), also if the parent has just died."""
-    _prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
-    if os.getppid() != parent:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-def child_pids() -> set[int]:
-    """Return the children of this process, also those that exited and are not reaped; empty on systems other than Linux."""
-    me = os.getpid()
-    return {int(path.name) for path in _PROCESSES.glob("[0-9]*") if _parent_pid(path) == me}
-
-
-def terminate_children(grace: float, excluded: Set[int] = frozenset()) -> bool:
-    """Wait until no child is left, and kill those that remain after ``grace`` seconds; their children become ours then.
-
-    Args:
-        grace: seconds that the children have to exit by themselves.
-        excluded: children that are neither waited for nor killed.
-
-    Returns:
-        Whether all have exited. A process that waits for a disk or a driver may not, within five more seconds.
-    """
-    kill_at = time.monotonic() + grace
-    while True:
-        _reap()
-        remaining = child_pids() - excluded
-        now = time.monotonic()
-        if not remaining or now > kill_at + _KILL_SECONDS:
-            return not remaining
-        if now >= kill_at:
-            for process in remaining:
-                _send_signal(process, signal.SIGKILL)
-        time.sleep(_POLL_SECONDS)
-
-
-def _reap() -> dict[int, int]:
-    """Return the wait status of each child that exited since the last call."""
-    exited: dict[int, int] = {}
-    while True:
-        try:
-            process, status = os.waitpid(-1, os.WNOHANG)
-        except ChildProcessError:
-            return exited
-        if process == 0:
-            return exited
-        exited[process] = status
-
-
-def _send_signal(process: int, number: int, *, group: bool = False) -> None:
-    """Send a signal to a process, or to the group that it leads, if it still exists."""
-    try:
-        (os.killpg if group else os.kill)(process, number)
-    except (ProcessLookupError, PermissionError):  # The latter on macOS, for a group whose processes have all exited.
-        return
-
-
-def _parent_pid(process: Path) -> int | None:
-    try:
-        # The command name, in brackets, may contain any character.
-        fields = (process / "stat").read_bytes().rpartition(b")")[2].split()
-    except OSError:  # The process has just exited.
-        return None
-    return int(fields[1])
-
-
-def _prctl(option: int, value: int) -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(option, ctypes.c_ulong(value), 0, 0, 0)

@@ -13,7 +13,8 @@ from jax.sharding import NamedSharding
 
 from lockstep._errors import ModelError, ScopeError, file_path
 from lockstep._keras import trainer
-from lockstep._keras.graph import global_batch_reason, unsynchronized_normalizations
+from lockstep._keras.batch_normalization import unsynchronized_normalizations
+from lockstep._keras.graph import global_batch_reason
 from lockstep._keras.patches import value_in_context
 from lockstep._keras.variable_placement import VariableSharder, lay_out
 from lockstep._logging import counted, log_info

@@ -23,7 +23,7 @@ import keras
 from lockstep._errors import OptionError, shown, signal_name
 from lockstep._keras.trainer import intercept_fit
 from lockstep.doctor.base import calling_location
-from lockstep.launch.worker_process import die_with_parent
+from lockstep.launch.reaper import die_with_parent
 
 
 @contextmanager

@@ -3,7 +3,8 @@
 import jax
 import jax.numpy as jnp
 
-from lockstep._keras.graph import disable_batch_statistics, is_seed
+from lockstep._keras.batch_normalization import disable_batch_statistics
+from lockstep._keras.graph import is_seed
 from lockstep.execution.rowwise import RowAxis, infer_dependences, statistic_of_replica, trace_for_rows
 
 ROWS = (6, 4)
