@@ -1,4 +1,6 @@
-"""Placement of batches: arrays on the host become sharded arrays on the devices, each row on the device of its replica.
+"""Placement of batches and variables: which device holds which rows, and along which axis a variable is sharded (``slice_axis``).
+
+Arrays on the host become sharded arrays on the devices, each row on the device of its replica.
 
 Shards are padded to equal lengths. Model inputs are always sharded. Targets and weights are usually small, and the loss is
 computed on the whole batch; up to ``REPLICATE_BELOW`` bytes they are replicated, which saves a collective. New variables are laid over
