@@ -4,6 +4,7 @@ import ast
 import errno
 import os
 import re
+import stat
 from pathlib import Path
 
 import numpy as np
@@ -246,3 +247,22 @@ def writes_in(path):
 def test_every_place_that_opens_a_file_for_writing_is_known():
     found = {str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py") if list(writes_in(path))}
     assert found == set(WRITES), "Fix: use lockstep._atomic_files, or say why another way is safe"
+
+
+@pytest.mark.parametrize("refuses_files", [False, True])
+def test_directories_need_no_sync_where_the_file_system_has_none(tmp_path, monkeypatch, refuses_files):
+    sync = os.fsync
+
+    def fsync(descriptor):
+        if refuses_files or stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "Invalid argument")
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    if refuses_files:
+        with pytest.raises(OSError, match="Invalid argument"):
+            replace_file(tmp_path / "file", lambda file: file.write(b"x"), is_synced=True)
+        assert list(tmp_path.iterdir()) == []
+    else:
+        replace_file(tmp_path / "file", lambda file: file.write(b"x"), is_synced=True)
+        assert (tmp_path / "file").read_bytes() == b"x"

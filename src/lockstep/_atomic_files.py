@@ -6,6 +6,7 @@ Removal renames first and deletes then.
 """
 
 import contextlib
+import errno
 import io
 import os
 import secrets
@@ -14,6 +15,7 @@ import stat
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+_NO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)
 WRITTEN, REMOVED = ".writing-", ".removing-"
 
 
@@ -175,5 +177,8 @@ def sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _NO_SYNC or not path.is_dir():  # Some file systems have no sync of directories.
+            raise
     finally:
         os.close(descriptor)

@@ -420,6 +420,8 @@ def _verify(options: argparse.Namespace) -> int:
     good = "good" if key is None else "good, and signed with the key"
     for path in checkpoints_of(options.directory):
         problems = verify(path, key)
+        if not path.exists():  # A running job has removed it meanwhile: it keeps the newest ones only.
+            continue
         code = 1 if problems else code
         state = good if not problems else "damaged" if verify(path) else "intact, but not signed with the key"
         print(f"{path.name}: {state}", *problems, sep="\n  ")

@@ -172,3 +172,17 @@ def test_a_writer_that_was_dropped_before_its_first_checkpoint_is_freed(tmp_path
     found = weakref.ref(BackgroundWriter(store))
     gc.collect()
     assert found() is None
+
+
+def test_a_thread_that_cannot_be_started_is_an_error_and_the_next_checkpoint_is_written(tmp_path, monkeypatch):
+    def fail(self):
+        raise RuntimeError("can't start new thread")
+
+    with writing_to(tmp_path) as writer:
+        with monkeypatch.context() as patches:
+            patches.setattr(threading.Thread, "start", fail)
+            with pytest.raises(CheckpointError, match="can't start new thread"):
+                writer.submit(1, lambda: small(1))
+        writer.submit(2, lambda: small(2))
+        assert writer.wait()
+        assert writer.store.steps() == [2]

@@ -318,3 +318,11 @@ def test_processes_that_all_have_the_checkpoint_read_it_themselves(others_have, 
     else:
         assert found == [sorted(small(1).arrays)] * PROCESSES
         assert [each is None for each in sent].count(True) == PROCESSES - 1
+
+
+def test_a_part_that_was_moved_into_a_checkpoint_is_not_removed_by_its_old_name(tmp_path, monkeypatch):
+    """A network file system may find it there under both names for a while."""
+    removed = []
+    monkeypatch.setattr("lockstep.checkpoint.store.shutil.rmtree", lambda path, **_: removed.append(path))
+    assert write(tmp_path, 1) == [None] * PROCESSES
+    assert removed == []

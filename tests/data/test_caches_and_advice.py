@@ -137,6 +137,13 @@ def test_a_file_is_gone_after_an_error_in_its_first_batch(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_a_file_that_someone_has_removed_needs_no_removal(tmp_path):
+    store = FileBatchStore(tmp_path / "cache")
+    store.append(np.zeros(2))
+    (tmp_path / "cache").unlink()
+    store.clear()
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

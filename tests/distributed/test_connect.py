@@ -1,5 +1,6 @@
 """How workers meet, and why they may not; workers are threads of this process."""
 
+import errno
 import os
 import socket
 import threading
@@ -10,6 +11,7 @@ import pytest
 from lockstep import ClusterError, OptionError
 from lockstep.distributed.cluster.env_reader import NetworkOptions
 from lockstep.distributed.cluster.membership import WorkerGroup
+from lockstep.distributed.control import handshake
 from lockstep.distributed.control.connect import open_control_channel
 from lockstep.distributed.control.handshake import PROTOCOL, Peer, hello, join_request, open_listener
 from lockstep.distributed.control.transport import FramedSocket, encode
@@ -403,3 +405,12 @@ def test_an_address_of_another_machine_is_said_and_all_are_listened_on():
         ]
     with pytest.raises(ClusterError, match=f"cannot listen on port {port} of 192.0.2.1 .LOCKSTEP_BIND."):
         open_listener(f"127.0.0.1:{port}", NetworkOptions(b"known", bind_host="192.0.2.1"), lines.append)
+
+
+def test_a_missing_loopback_address_does_not_open_the_port_to_other_machines(monkeypatch):
+    def fail(host, port):
+        raise OSError(errno.EADDRNOTAVAIL, "Cannot assign requested address")
+
+    monkeypatch.setattr(handshake, "_listen", fail)
+    with pytest.raises(ClusterError, match=r"cannot listen on port 12421 of ::1: "):
+        open_listener("[::1]:12421", NetworkOptions(), str)

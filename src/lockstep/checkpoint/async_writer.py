@@ -108,11 +108,7 @@ class BackgroundWriter:
             if self._written is None:
                 if self._thread is None:
                     atexit.register(self.close)
-                first = self._next()
-                self._thread = threading.Thread(
-                    target=self._run, args=(first,), name="lockstep-checkpoint", daemon=True
-                )
-                self._thread.start()
+                self._start(self._next())
 
     def wait(self, timeout_seconds: float | None = None) -> bool:
         """Wait until all submitted checkpoints are written, or have failed.
@@ -154,6 +150,17 @@ class BackgroundWriter:
         self._written = None if job is None else job[0]
         self._changed.notify_all()
         return job
+
+    def _start(self, job: Job | None) -> None:
+        thread = threading.Thread(target=self._run, args=(job,), name="lockstep-checkpoint", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            self._written = None
+            raise CheckpointError(
+                f"{self.store.directory}: no checkpoint can be written: {error}. Fix: raise the limit of threads of this process."
+            ) from error
+        self._thread = thread
 
     def _run(self, job: Job | None) -> None:
         while job is not None:

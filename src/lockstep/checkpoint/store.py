@@ -25,7 +25,7 @@ from typing import Any
 
 from lockstep._atomic_files import make_directory, open_own, publish, remove, sweep
 from lockstep._errors import CheckpointError, OptionError, describe_error, file_path, whole_number
-from lockstep._logging import log_info
+from lockstep._logging import WaitLogger, log_info
 from lockstep.checkpoint import files
 from lockstep.checkpoint.files import Loaded, Snapshot, checkpoints_in, free_name, is_leftover, step_of
 from lockstep.checkpoint.manifest import signing_key
@@ -33,6 +33,8 @@ from lockstep.checkpoint.shards import PART, ArrayShard, pack
 
 _UNSUPPORTED = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 _MAX_NOTE_BYTES = 1000
+_LEASE_SECONDS = 120.0  # A server of NFS 4 keeps the locks of a lost machine for 90 seconds.
+_LOCK_POLL_SECONDS = 1.0
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -54,7 +56,7 @@ class WriterLock:
         self.is_exclusive = False
 
     def take(self) -> None:
-        """Take the lock, or fail at once.
+        """Take the lock, or fail at once; a lock of another machine is waited for, as a file server keeps that of a lost one for a while.
 
         Raises:
             CheckpointError: another process, or another store in this process, holds it.
@@ -80,31 +82,53 @@ class WriterLock:
             self._held()
 
     def _lock(self, descriptor: int) -> None:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self.is_exclusive = True
-        except BlockingIOError as error:
-            raise CheckpointError(
-                f"{self._path.parent}: {_holder(descriptor)} writes checkpoints there. Fix: give each job its own "
-                "directory, or end that process.",
-                error.errno,
-            ) from error
-        except OSError as error:
-            if error.errno not in _UNSUPPORTED:
-                raise
-            self._log(f"{self._path.parent}: this file system has no locks: make sure that only one job writes there.")
+        wait = WaitLogger(self._log)
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self.is_exclusive = True
+                return
+            except BlockingIOError as error:
+                holder, is_elsewhere = _holder(descriptor)
+                if not is_elsewhere or wait.seconds >= _LEASE_SECONDS:
+                    raise CheckpointError(
+                        f"{self._path.parent}: {holder} writes checkpoints there. Fix: give each job its own "
+                        "directory, or end that process.",
+                        error.errno,
+                    ) from error
+            except OSError as error:
+                if error.errno not in _UNSUPPORTED:
+                    raise
+                self._log(
+                    f"{self._path.parent}: this file system has no locks: make sure that only one job writes there."
+                )
+                return
+            wait.log(f"the lock of {self._path.parent}, which {holder} holds or has held when its machine was lost")
+            time.sleep(_LOCK_POLL_SECONDS)
 
     def _note(self) -> bytes:
         since = datetime.fromtimestamp(self._clock(), UTC).isoformat(sep=" ", timespec="seconds")
-        return json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "since": since}).encode()
+        return json.dumps(
+            {"host": socket.gethostname(), "pid": os.getpid(), "since": since, "machine": _machine()}
+        ).encode()
 
 
-def _holder(descriptor: int) -> str:
+def _machine() -> str | None:
+    """Return the name of this machine since its last start, the same in all its containers; None if the system gives none."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return None
+
+
+def _holder(descriptor: int) -> tuple[str, bool]:
+    """Return who holds a lock, and whether that is on another machine."""
     try:
         note = json.loads(os.pread(descriptor, _MAX_NOTE_BYTES, 0))
-        return f"process {note['pid']} on {note['host']}, since {note['since']},"
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return "another process, which has not written its name yet,"
+        is_elsewhere = note.get("machine") is not None and note["machine"] != _machine()
+        return f"process {note['pid']} on {note['host']}, since {note['since']},", is_elsewhere
+    except (AttributeError, ValueError, KeyError, TypeError, RecursionError):
+        return "another process, which has not written its name yet,", False
 
 
 _taken: weakref.WeakSet[WriterLock] = weakref.WeakSet()
@@ -474,16 +498,15 @@ class ShardedStore:
         """
         topic, own = f"the checkpoint of step {step}", self._part(step, self.process)
         made: list[ShardedSnapshot] = []
-        try:
-            written = self.gather(f"{topic}, shards", self._write_part(own, step, make_snapshot, made))
-            problem = next((f"worker {n}: {each['error']}" for n, each in enumerate(written) if "error" in each), None)
-            if problem is None and made[0].whole is not None:
-                parts = [(self._part(step, n), each["sha256"]) for n, each in enumerate(written)]
-                problem = self._write_whole(step, made[0].whole, parts)
-            problem = self.gather(f"{topic}, outcome", problem)[0]
-        finally:
-            shutil.rmtree(own, ignore_errors=True)
+        written = self.gather(f"{topic}, shards", self._write_part(own, step, make_snapshot, made))
+        problem = next((f"worker {n}: {each['error']}" for n, each in enumerate(written) if "error" in each), None)
+        if problem is None and made[0].whole is not None:
+            parts = [(self._part(step, n), each["sha256"]) for n, each in enumerate(written)]
+            problem = self._write_whole(step, made[0].whole, parts)
+        problem = self.gather(f"{topic}, outcome", problem)[0]
         if problem is not None:
+            # Only then: a network file system may still find under this name the part that the chief has moved into the checkpoint.
+            shutil.rmtree(own, ignore_errors=True)
             raise CheckpointError(problem)
 
     def _part(self, step: int, process: int) -> Path:

@@ -68,7 +68,7 @@ class FileBatchStore:
         """See :class:`BatchStore`."""
         if self._dtypes:
             self._dtypes.clear()
-            self._path.unlink()
+            self._path.unlink(missing_ok=True)
 
 
 class CachedSource(WrappedSource):

@@ -32,7 +32,7 @@ class ProcessGroup:
         """Note that the results of all steps so far are there, and that code of the user follows."""
 
     def saving(self) -> AbstractContextManager[None]:
-        """Return a context in which this process writes files: the others wait for it as long as for compiling."""
+        """Return a context in which this process writes or reads files: the others wait for it as long as for compiling."""
         return nullcontext()
 
     def end_together(self) -> None:

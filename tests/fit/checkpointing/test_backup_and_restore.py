@@ -14,8 +14,10 @@ import pytest
 import lockstep
 from lockstep._version import used_versions
 from lockstep.callbacks import BackupAndRestore
+from lockstep.checkpoint.async_writer import BackgroundWriter
 from lockstep.checkpoint.files import StoredArrays
 from lockstep.checkpoint.store import CheckpointStore
+from lockstep.data.process_group import ProcessGroup
 from lockstep.fit.checkpointing import model_state
 from lockstep.fit.checkpointing.fit_checkpoint import ResumedRun
 
@@ -703,3 +705,32 @@ def test_data_that_have_been_used_beyond_a_checkpoint_are_named(tmp_path, caplog
     caplog.set_level(logging.INFO, logger="lockstep")
     after_calls(rows, (3, BackupAndRestore(tmp_path / "rows"), None))
     assert "ShufflesByItself: its hooks at the beginning and end of epochs have run 1 times more" in caplog.text
+
+
+def test_other_workers_are_told_when_a_checkpoint_is_read_and_when_its_end_is_waited_for(tmp_path, monkeypatch):
+    """They wait as long as for compiling then: a large checkpoint may take minutes."""
+    told, heard = [], []
+
+    @contextlib.contextmanager
+    def saving(group):
+        told.append(group)
+        yield
+        told.pop()
+
+    def recorded(owner, name):
+        original = getattr(owner, name)
+
+        def method(*args, **kwargs):
+            heard.append((name, bool(told)))
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, method)
+
+    monkeypatch.setattr(ProcessGroup, "saving", saving)
+    for owner, name in ((CheckpointStore, "newest"), (BackgroundWriter, "close")):
+        recorded(owner, name)
+    Run(tmp_path / "fit").fit()
+    with lockstep.MirroredStrategy(["cpu:0"]).checkpoint(tmp_path / "loop") as checkpoint:
+        checkpoint.restore(np.zeros(2))
+    assert [call for call, _ in heard] == ["newest", "close"] * 2
+    assert all(is_told for _, is_told in heard), heard

@@ -117,7 +117,7 @@ class ControlClient:
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Report that this worker writes files, which may take long, until the end of the block."""
+        """Report that this worker writes or reads files, which may take long, until the end of the block."""
         step, activity = self._heartbeat.progress
         self.report(step, SAVING)
         try:

@@ -503,7 +503,8 @@ def open_listener(
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise _port_in_use(named if host == _ALL_ADDRESSES else host, port, who) from None
-        if network.bind_host is None and host != _ALL_ADDRESSES and error.errno == errno.EADDRNOTAVAIL:
+        is_fixed = network.bind_host is not None or host == _ALL_ADDRESSES or is_loopback(host)
+        if not is_fixed and error.errno == errno.EADDRNOTAVAIL:
             log(f"{host} is no address of this machine: {who} listens on port {port} of all its addresses")
             return open_listener(coordinator, replace(network, bind_host=_ALL_ADDRESSES), log, who)
         place = f"port {port} of {host or 'this machine'}"

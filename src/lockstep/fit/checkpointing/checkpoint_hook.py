@@ -58,11 +58,13 @@ def _checkpointed(backup: BackupAndRestore, context: FitContext) -> Iterator[Non
                 yield
         finally:
             backup.is_attached = False
-            run.close()
+            with group.saving():
+                run.close()
 
 
 def _resumed_run(backup: BackupAndRestore, context: FitContext, store: CheckpointStore | None) -> ResumedRun:
-    loaded = store.newest(MetadataCheck(context.callbacks), keep_stored=True) if store else None
+    with context.process_group.saving():  # Reading takes as long as writing.
+        loaded = store.newest(MetadataCheck(context.callbacks), keep_stored=True) if store else None
     found = on_all_processes(loaded, backup.directory, context.process_group)
     return ResumedRun.from_checkpoint(found).for_epochs(context.arguments.get("epochs", 1), backup.extend)
 

@@ -409,8 +409,9 @@ class FitCheckpoint(StepHook):
         """Return the step and some arrays of the newest good checkpoint; all processes call this."""
         loaded = None
         if self._writer and self._store:
-            self._writer.wait()
-            loaded = self._store.newest(self._check, keep_stored=True)
+            with self._process_group.saving():
+                self._writer.wait()
+                loaded = self._store.newest(self._check, keep_stored=True)
         found = on_all_processes(loaded, self._backup.directory, self._process_group)
         if found is None:
             return None

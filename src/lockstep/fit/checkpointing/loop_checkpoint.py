@@ -74,7 +74,8 @@ class Checkpoint:
         Raises:
             CheckpointError: no checkpoint is good, or it has another tree, shape or dtype.
         """
-        loaded = self._store.newest(lambda found: check_fields(found, ["random"])) if self._writer else None
+        with self._process_group.saving():
+            loaded = self._store.newest(lambda found: check_fields(found, ["random"])) if self._writer else None
         found = self._process_group.broadcast_from_chief(
             (loaded.step, loaded.arrays, loaded.metadata) if loaded else None
         )
@@ -126,9 +127,10 @@ class Checkpoint:
         copies = [next(found) if isinstance(leaf, jax.Array) else np.array(leaf) for leaf in names.values()]
         metadata = {"random": capture_random_state(), "replicas": self._placement.replicas, "versions": self._versions}
         try:
-            self._writer.submit(
-                step, lambda: Snapshot(dict(zip(names, map(np.asarray, copies), strict=True)), metadata)
-            )
+            with self._process_group.saving():
+                self._writer.submit(
+                    step, lambda: Snapshot(dict(zip(names, map(np.asarray, copies), strict=True)), metadata)
+                )
         except CheckpointError as error:
             self._log(f"no checkpoint at step {step}: {error}")
 
@@ -144,7 +146,8 @@ class Checkpoint:
     def close(self) -> None:
         """Wait for checkpoints that are being written."""
         if self._writer:
-            self._writer.close()
+            with self._process_group.saving():
+                self._writer.close()
             self._store.close()
 
 
