@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -192,3 +193,19 @@ def test_a_lock_that_another_machine_keeps_is_an_error_in_the_end(tmp_path, monk
         fcntl.flock(holder, fcntl.LOCK_EX)
         with pytest.raises(CheckpointError, match="process 7 on node-7"):
             CheckpointStore(tmp_path, log=silent).lock()
+
+
+def test_a_directory_that_was_replaced_belongs_to_the_job_that_has_made_it(tmp_path):
+    directory = tmp_path / "run"
+    first, second = CheckpointStore(directory, log=silent), CheckpointStore(directory, log=silent)
+    first.write(1, small())
+    shutil.rmtree(directory)
+    second.write(2, small(2))
+    with pytest.raises(CheckpointError, match="writes checkpoints there"):
+        first.write(3, small(3))
+    assert second.steps() == [2]
+    second.close()
+    shutil.rmtree(directory)
+    first.write(3, small(3))
+    with pytest.raises(CheckpointError, match="writes checkpoints there"):
+        second.write(4, small(4))

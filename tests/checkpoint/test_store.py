@@ -352,7 +352,8 @@ def test_several_threads_write_one_after_the_other(tmp_path):
 
 
 def test_a_write_of_another_thread_is_not_waited_for_without_end(tmp_path, monkeypatch):
-    store = CheckpointStore(tmp_path, timeout_seconds=0.01, log=silent)
+    lines = []
+    store = CheckpointStore(tmp_path, timeout_seconds=0.01, log=lines.append)
     begun, go = threading.Event(), threading.Event()
     sync = os.fsync
 
@@ -368,6 +369,8 @@ def test_a_write_of_another_thread_is_not_waited_for_without_end(tmp_path, monke
         assert begun.wait(60)
         with pytest.raises(CheckpointError, match="step 2 cannot be written: another thread still writes after 0 s"):
             store.write(2, Snapshot({}))
+        store.close()  # Training is complete: no error.
+        assert "the lock is kept: another thread still writes after 0 s" in lines[-1]
         go.set()
         thread.join(60)
     assert store.steps() == [1]

@@ -152,6 +152,11 @@ def _waits_for_worker_2(lines):
     return any(line.startswith("waiting for worker 2 of 3, ") for line in list(lines))
 
 
+# Less deep than Python's limit, and deeper than what compares identities can follow.
+NESTED = '{"index":1,"workers":2,"host":"b","pid":7,"generation":0,"information":{},"identity":' + '{"a":' * 984 + "1"
+NESTED += "}" * 985
+
+
 @pytest.mark.parametrize(
     ("speaks", "reason"),
     [
@@ -164,6 +169,11 @@ def _waits_for_worker_2(lines):
         (hello("x") + encode({"kind": "join", "peer": {"index": 1}}), "it did not say who it is"),
         (hello("x") + encode({"kind": "join", "peer": None}), "it did not say who it is"),
         (hello("\ud800") + encode({"kind": "join", "peer": 1}), "it did not say who it is"),
+        pytest.param(
+            hello("x") + encode({"kind": "join", "proof": None, "peer": NESTED}),
+            "it did not say who it is",
+            id="nested",
+        ),
         (b"", "its connection closed"),
     ],
 )

@@ -15,6 +15,7 @@ from lockstep._errors import NO_PROGRESS, PEER_LOST
 from lockstep.parameter_server.sharding import FixedShardsPartitioner, plan_shards
 from lockstep.parameter_server.sparse_rows import SparseGradient
 from lockstep.parameter_server.variable_client import BatchPart
+from lockstep.parameter_server.variable_server import serve
 from lockstep.parameter_server.variable_store import OPTIMIZER, Push, VariableStore
 from tests.parameter_server.threaded_servers import DEADLINE, SPECS, Servers, values_of
 from tests.support.waiting import wait_until
@@ -440,3 +441,20 @@ def test_one_who_says_nothing_keeps_nobody_out():
         assert_equal(client.pull(), values_of())
         for each in silent:
             each.close()
+
+
+def test_a_server_that_still_serves_the_last_call_is_waited_for():
+    with Servers(identity={"call": 1}) as servers:
+        ready = threading.Event()
+
+        def serve_next_call():
+            wait_until(lambda: any("its call is 2" in line for line in servers.said), "a refusal")
+            servers.servers[0].stop()
+            listener = socket.create_server(("127.0.0.1", int(servers.addresses[0].rpartition(":")[2])))
+            options = {"secret": None, "identity": {"call": 2}, "log": servers.said.append}
+            servers.callback(serve(0, servers.plan, keras.optimizers.SGD(), listener, **options).stop)
+            ready.set()
+
+        threading.Thread(target=serve_next_call).start()
+        servers.client(0, identity={"call": 2}).fill(values_of())
+        assert ready.is_set()

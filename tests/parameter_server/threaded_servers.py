@@ -2,6 +2,7 @@
 
 import contextlib
 import socket
+from dataclasses import replace
 
 import keras
 import numpy as np
@@ -44,6 +45,7 @@ class Servers(contextlib.ExitStack):
         secret=None,
         max_staleness=None,
         refuse_nonfinite=True,
+        identity=None,
     ):
         super().__init__()
         self.plan = plan_shards(specs, count, partitioner)
@@ -60,13 +62,17 @@ class Servers(contextlib.ExitStack):
                 max_staleness=max_staleness,
                 refuse_nonfinite=refuse_nonfinite,
                 secret=secret,
+                identity=identity or {},
                 log=self.said.append,
             )
             self.callback(server.stop)
             self.servers.append(server)
 
-    def client(self, index=0, *, job=None, plan=None, addresses=None, timeout_seconds=DEADLINE, **options):
+    def client(
+        self, index=0, *, job=None, plan=None, addresses=None, timeout_seconds=DEADLINE, identity=None, **options
+    ):
         options = {"secret": self.secret, "log": self.said.append, "timeout_seconds": timeout_seconds} | options
-        client = VariableClient(plan or self.plan, addresses or self.addresses, peer(index, job=job), **options)
+        own = replace(peer(index, job=job), identity=identity or {})
+        client = VariableClient(plan or self.plan, addresses or self.addresses, own, **options)
         self.callback(client.close)
         return client

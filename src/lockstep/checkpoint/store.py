@@ -53,6 +53,7 @@ class WriterLock:
     def __init__(self, path: Path, log: Callable[[str], None], clock: Callable[[], float] = time.time) -> None:
         self._path, self._log, self._clock = path, log, clock
         self._held: weakref.finalize[..., WriterLock] | None = None  # closes the file, at the latest when this is freed
+        self._descriptor = -1
         self.is_exclusive = False
 
     def take(self) -> None:
@@ -63,16 +64,20 @@ class WriterLock:
             OSError: the file cannot be made.
         """
         if self._held is not None and self._held.alive:
-            return
+            if self._is_of_path(self._descriptor):
+                return
+            self.release()  # Someone has removed the directory, and another job may have made it anew.
         descriptor = open_own(self._path, os.O_RDWR)
         try:
             self._lock(descriptor)
+            if not self._is_of_path(descriptor):
+                raise CheckpointError(f"{self._path.parent}: was removed meanwhile. Fix: start again.")
             note = self._note()  # Overwriting the old note needs no space on a full disk.
             os.ftruncate(descriptor, os.pwrite(descriptor, note, 0))
         except BaseException:
             os.close(descriptor)
             raise
-        self._held = weakref.finalize(self, os.close, descriptor)
+        self._held, self._descriptor = weakref.finalize(self, os.close, descriptor), descriptor
         _taken.add(self)
         _release_in_children()
 
@@ -80,6 +85,13 @@ class WriterLock:
         """Release the lock, if it is held."""
         if self._held is not None:
             self._held()
+
+    def _is_of_path(self, descriptor: int) -> bool:
+        """Return whether the file that is open is the one that the path names now."""
+        try:
+            return os.path.samestat(os.fstat(descriptor), os.stat(self._path))
+        except FileNotFoundError:
+            return False
 
     def _lock(self, descriptor: int) -> None:
         wait = WaitLogger(self._log)
@@ -216,9 +228,12 @@ class CheckpointStore:
                 self._log_errors(lambda: sweep(self.directory, files.is_part))
 
     def close(self) -> None:
-        """Release the lock, after a write of another thread has ended. The store can still be read."""
-        with self._write_turn("the lock cannot be released"):
-            self._lock.release()
+        """Release the lock, after a write of another thread has ended; one that hangs keeps it, and is logged. The store can still be read."""
+        try:
+            with self._write_turn("the lock is kept"):
+                self._lock.release()
+        except CheckpointError as error:
+            self._log(str(error))
 
     def write(self, step: int, snapshot: Snapshot, parts: Sequence[tuple[Path, str]] = ()) -> Path:
         """Write a checkpoint, then remove the oldest beyond ``keep``.

@@ -4,7 +4,7 @@ import base64
 import itertools
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -14,6 +14,7 @@ from lockstep._keras import trainer
 from lockstep._logging import log_info
 
 _TWISTER_WORDS = 624  # of the state of a Mersenne twister
+_SAME = "="  # stands for the text of the state before; no text in a state is this one
 _MAX_PASSES = 1_000_000  # that a resumed run begins and drops
 
 
@@ -32,7 +33,7 @@ def capture_random_state() -> dict[str, Any]:
     version, numbers, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state()
     found: dict[str, Any] = {
-        "random": [version, list(numbers), gauss],
+        "random": [version, encode_bytes(np.asarray(numbers[:-1], "uint32").tobytes()), gauss, numbers[-1]],
         "numpy": [
             kind,
             encode_bytes(np.asarray(keys, "uint32").tobytes()),
@@ -49,6 +50,40 @@ def capture_random_state() -> dict[str, Any]:
 def restore_random_state(state: dict[str, Any]) -> None:
     """Set the state that :func:`capture_random_state` returned; torch's only if it is loaded."""
     _set_random_state(state, random, np.random, sys.modules.get("torch"))
+
+
+def without_repetitions(states: Iterable[Any]) -> list[Any]:
+    """Return states with ``"="`` for each text that is that of the state before, as thousands may be in one checkpoint.
+
+    Example:
+        >>> without_repetitions([{"numpy": ["words", 7]}, {"numpy": ["words", 9]}])
+        [{'numpy': ['words', 7]}, {'numpy': ['=', 9]}]
+    """
+    all_states = list(states)
+    return [
+        _merged(state, last, lambda new, old: _SAME if isinstance(new, str) and new == old else new)
+        for state, last in zip(all_states, [None, *all_states], strict=False)
+    ]
+
+
+def with_repetitions(states: Iterable[Any]) -> Iterator[Any]:
+    """Return what :func:`without_repetitions` was given."""
+    last = None
+    for state in states:
+        last = _merged(state, last, lambda new, old: old if new == _SAME else new)
+        yield last
+
+
+def _merged(new: Any, old: Any, merge: Callable[[Any, Any], Any]) -> Any:
+    """Return a value of JSON whose leaves are ``merge`` of those of two values."""
+    if isinstance(new, dict):
+        return {
+            name: _merged(value, old.get(name) if isinstance(old, dict) else None, merge) for name, value in new.items()
+        }
+    if isinstance(new, list):
+        others = old if isinstance(old, list) and len(old) == len(new) else [None] * len(new)
+        return [_merged(value, other, merge) for value, other in zip(new, others, strict=True)]
+    return merge(new, old)
 
 
 def check_random_state(state: Any) -> None:
@@ -68,7 +103,9 @@ def check_random_state(state: Any) -> None:
 
 def _set_random_state(state: dict[str, Any], python: Any, numpy: Any, torch: Any) -> None:
     """Set the states of generators, each given as its object or its module."""
-    version, numbers, gauss = state["random"]
+    version, words, gauss, *index = state["random"]
+    # Earlier versions have written a list, with the index at its end.
+    numbers = words if isinstance(words, list) else np.frombuffer(base64.b64decode(words), "uint32").tolist() + index
     kind, keys, position, has_gauss, cached = state["numpy"]
     python.setstate((version, tuple(numbers), gauss))
     numpy.set_state((kind, np.frombuffer(base64.b64decode(keys), "uint32"), position, has_gauss, cached))

@@ -5,7 +5,7 @@ import hashlib
 import inspect
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
@@ -14,7 +14,12 @@ import numpy as np
 
 from lockstep._errors import InputError
 from lockstep.data.prefetch import BatchReader, InlineReader, Prefetcher, WaitMeter
-from lockstep.data.random_state import capture_random_state, restore_random_state
+from lockstep.data.random_state import (
+    capture_random_state,
+    restore_random_state,
+    with_repetitions,
+    without_repetitions,
+)
 from lockstep.data.sources import InputSource
 from lockstep.devices.placement import is_on_cpu
 
@@ -65,7 +70,12 @@ class InputState:
         before = list(self.before) if self.before else None
         return {
             "position": position,
-            "hooks": list(self.hooks),
+            "hooks": [
+                [kind, state]
+                for (kind, _), state in zip(
+                    self.hooks, without_repetitions(state for _, state in self.hooks), strict=True
+                )
+            ],
             "cache": self.cache,
             "order": self.order,
             "before": before,
@@ -77,7 +87,12 @@ class InputState:
         position = found.get("position")
         iterator = IteratorState(**position) if position else None
         before = tuple(found["before"]) if found.get("before") else None
-        return cls(iterator, tuple(found["hooks"]), found.get("cache"), found.get("order"), before)
+        return cls(iterator, tuple(expanded_hooks(found["hooks"])), found.get("cache"), found.get("order"), before)
+
+
+def expanded_hooks(kept: Sequence[EpochHook]) -> list[EpochHook]:
+    """Return hooks as they have run, from those that :meth:`InputState.to_json` has given."""
+    return [[kind, state] for (kind, _), state in zip(kept, with_repetitions(state for _, state in kept), strict=True)]
 
 
 def digest_of_batch(batch: Any) -> str | None:

@@ -308,7 +308,8 @@ class ArrayServer:
             sentence = (
                 f"its {name} is {theirs}"[:_MAX_SENTENCE] + ", that of the server is another one, which its log has"
             )
-            connection.send(encode(refusal(sentence)))
+            # A server that is late has not ended the last call.
+            connection.send(encode(refusal(sentence, again=name == "call")))
             self._loop.remove(connection)
             return
         connection.send(encode({"kind": "welcome"}))

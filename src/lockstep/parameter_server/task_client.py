@@ -10,13 +10,13 @@ import numpy as np
 
 from lockstep._array_encoding import ArraySpec
 from lockstep._errors import NO_PROGRESS, PEER_LOST, USER_ERROR, ClusterError, summary_of
+from lockstep.devices.host_memory import host_memory
 from lockstep.distributed.control.transport import ProtocolError
 from lockstep.parameter_server.array_transport import Message, payload_bytes
 from lockstep.parameter_server.rpc import Response, RpcClient, check_no_arrays
 from lockstep.parameter_server.task_dispatcher import LONG_SECONDS, Result
 
 _UNUSED_KEY = "end of the call"  # The dispatcher never publishes it, so a request for it lasts until then.
-_MAX_BYTES = 2**31  # Of the arrays of one response.
 _AWAITED = {
     "enter": "the beginning of a call",
     "ask": "a message for all workers",
@@ -291,5 +291,7 @@ def _take_message(call: int, until: StopCondition | None) -> Message:
 
 
 def _check_response_size(message: Message, given: tuple[ArraySpec, ...]) -> None:
-    if payload_bytes(given) > _MAX_BYTES:
-        raise ProtocolError(f"{payload_bytes(given):,} bytes are too many for one response: at most {_MAX_BYTES:,}")
+    """Refuse arrays that this machine could not hold. The model, which a result has, may be large."""
+    most = host_memory().total
+    if payload_bytes(given) > most:
+        raise ProtocolError(f"{payload_bytes(given):,} bytes are too many for one response: this machine has {most:,}")

@@ -25,7 +25,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from lockstep._errors import ClusterError
+from lockstep._errors import ClusterError, check_depth
 from lockstep._logging import capitalized
 from lockstep.distributed.cluster.addresses import is_loopback, join_address, split_address
 from lockstep.distributed.cluster.env_reader import BIND, OPEN, SECRET, SECRET_FILE, NetworkOptions
@@ -327,9 +327,11 @@ def refusal(sentence: str, *, again: bool = False, exit_code: int | None = None)
 
 
 def _peer_of(described: Any, address: str) -> Peer:
-    fields = None
-    with contextlib.suppress(ValueError, TypeError, RecursionError):
+    try:
         fields = json.loads(described)
+        check_depth("peer", fields)
+    except (ValueError, TypeError, RecursionError):
+        fields = None
     if not isinstance(fields, dict) or {name: type(value) for name, value in fields.items()} != _FIELDS:
         raise HandshakeError("it did not say who it is")
     return Peer(**fields, address=address)

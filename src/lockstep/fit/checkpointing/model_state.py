@@ -32,6 +32,7 @@ from lockstep._keras.variable_placement import set_from_host
 from lockstep.checkpoint.files import Loaded, array_digest, shapes_of
 from lockstep.checkpoint.shards import ArrayShard
 from lockstep.data.random_state import check_order_state, check_random_state
+from lockstep.data.resumable_iterator import expanded_hooks
 from lockstep.devices.names import platform_of
 from lockstep.devices.placement import gather_on_host, is_spread
 
@@ -390,6 +391,13 @@ def _is_hook(value: Any) -> bool:
     return type(value) is list and len(value) == 2 and value[0] in ("begin", "end") and _is_random_state(value[1])
 
 
+def _are_hooks(value: Any) -> bool:
+    try:
+        return type(value) is list and all(map(_is_hook, expanded_hooks(value)))
+    except (RecursionError, TypeError, ValueError):
+        return False
+
+
 def _is_order(value: Any) -> bool:
     try:
         check_order_state(value)
@@ -428,7 +436,7 @@ def _is_input(value: Any) -> bool:
     if not _has_fields({name: each for name, each in value.items() if name != "before"}, "position", "hooks", "cache"):
         return False
     is_position = _or_none(_is_position)(value["position"]) and _or_none(_is_cache)(value["cache"])
-    return is_position and _is_list_of(_is_hook)(value["hooks"])
+    return is_position and _are_hooks(value["hooks"])
 
 
 class _Field(NamedTuple):
@@ -460,7 +468,7 @@ _FIELDS = {
     "stop_training": _FLAG,
     "rows": _Field("a whole number or null", _or_none(_is_count), is_optional=True),
     "position": _Field("null, or batches, at_begin, after and digest of a pass", _or_none(_is_position)),
-    "hooks": _Field('a list of "begin" or "end" with a state of random generators', _is_list_of(_is_hook)),
+    "hooks": _Field('a list of "begin" or "end" with a state of random generators', _are_hooks),
     "cache": _Field("null, or hooks, random and digest of a cache", _or_none(_is_cache), is_optional=True),
     "order": _Field("null, or the state of an order", _or_none(_is_order), is_optional=True),
     "before": _Field("null, or numbers of hooks and of batches", _or_none(_is_before), is_optional=True),

@@ -284,9 +284,10 @@ def _monitored(
         attachment = Attachment(
             timer, devices, counter, lambda: data.resumed, is_chief, context.log, add_step_hook, status.workers
         )
-        for monitor in monitors:
-            stack.callback(monitor.detach)
-            monitor.attach(attachment, context.arguments)
+        with context.process_group.saving():  # A resumed run reads its files of TensorBoard, which may be long.
+            for monitor in monitors:
+                stack.callback(monitor.detach)
+                monitor.attach(attachment, context.arguments)
         yield
 
 
