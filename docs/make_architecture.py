@@ -16,6 +16,7 @@ from tests.test_layers import LAYERS, package_imports  # noqa: E402
 PICTURE = ROOT / "docs" / "architecture.svg"
 LEFT_OUT = {
     *LAYERS[0],
+    "__main__",
     "_logging",
     "callbacks",
     "cluster_resolver",

@@ -25,7 +25,7 @@ LAYERS = (
     ("tuning",),
     ("callbacks", "cluster_resolver", "config", "datasets", "experimental", "partitioners", "testing"),
     ("launch", "tools"),
-    ("cli",),
+    ("cli", "__main__"),
 )
 NUMBERS = {name: number for number, names in enumerate(LAYERS) for name in names}
 

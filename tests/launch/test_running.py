@@ -2,6 +2,7 @@
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 
@@ -167,6 +168,13 @@ def test_an_unknown_option_shows_the_usage_of_the_command(capsys):
     assert capsys.readouterr().err.startswith("usage: lockstep env ")
     with pytest.raises(SystemExit, match="0"):
         cli.main(["--version"])
+    assert capsys.readouterr().out == f"lockstep {lockstep.__version__}\n"
+
+
+def test_python_runs_the_package_as_the_command(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["lockstep", "--version"])
+    with pytest.raises(SystemExit, match="0"):
+        runpy.run_module("lockstep", run_name="__main__")
     assert capsys.readouterr().out == f"lockstep {lockstep.__version__}\n"
 
 

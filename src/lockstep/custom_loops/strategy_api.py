@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import keras
 from jax.sharding import PartitionSpec
 
-from lockstep._errors import ModelError, OptionError, check_depth, function, member_of, named_arguments
+from lockstep._errors import ModelError, OptionError, check_depth, function, member_of, named_arguments, shown
 from lockstep.collectives import CrossDeviceOps
 from lockstep.collectives.base import ReduceOp
 from lockstep.custom_loops.distributed_dataset import DistributedDataset, InputContext, PerReplicaDataset, ValueContext
@@ -45,7 +45,7 @@ from lockstep.devices.names import device_name
 from lockstep.devices.placement import DEVICE_AXIS, Placement, is_spread, local_values
 from lockstep.distributed.resolvers import ClusterResolver
 
-_FUNCTIONS = 4096  # of run, of which it is remembered which variables they read: as many as jax.jit keeps
+_MAX_REMEMBERED_CALLS = 4096  # of run, and which variables they read: as many as jax.jit keeps
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ class StrategyApi:
     @cached_property
     def _variables_read(self) -> Callable[[_RunCall], list[keras.Variable]]:
         """The variables that a call of ``run`` reads without having them as arguments, in the order in which they were found."""
-        return functools.lru_cache(_FUNCTIONS)(lambda call: [])
+        return functools.lru_cache(_MAX_REMEMBERED_CALLS)(lambda call: [])
 
     def _run(self, call: _RunCall, values: list[Any], read: list[jax.Array] | None) -> Any:
         """Trace the replicas.
@@ -240,7 +240,7 @@ class StrategyApi:
             if self._placement.replicas == 1:
                 return bools_as_integers(value) if axis is None else jnp.sum(bools_as_integers(value), axis=axis)
             raise OptionError(
-                f"reduce(SUM): {value!r} is one value and not one for each replica, so its sum over replicas is ambiguous. "
+                f"reduce(SUM): {shown(value)} is one value and not one for each replica, so its sum over replicas is ambiguous. "
                 "Fix: multiply by strategy.num_replicas_in_sync if that is meant; a number of rows is summed with all_reduce in the function "
                 "that run calls."
             )

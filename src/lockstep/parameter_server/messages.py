@@ -38,9 +38,9 @@ def check_request(
             for spec in held:
                 _take_indices(spec, names, _MAX_INDICES)
         case "fill":
-            for spec in (*held, *state):
+            for number, spec in enumerate((*held, *state)):
                 found = names.pop(VALUE + spec.name, None)
-                if spec in held or found is not None:
+                if number < len(held) or found is not None:
                     _check_spec(VALUE + spec.name, found, spec.shape, spec.dtype)
     if names:
         raise ProtocolError(f"{next(iter(names))!r} is not wanted in a {message['kind']!r}")

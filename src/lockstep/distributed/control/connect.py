@@ -106,7 +106,7 @@ def open_control_channel(
 
 @dataclass(frozen=True)
 class _Join:
-    """One worker's wait until all have joined; its arguments are those of :func:`join`."""
+    """One worker's wait until all have joined; its arguments are those of :func:`open_control_channel`."""
 
     group: WorkerGroup
     me: Peer
