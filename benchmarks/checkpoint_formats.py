@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 from results_file import write
 
-from lockstep.checkpoint.files import Snapshot
+from lockstep.checkpoint.serialization import Snapshot
 from lockstep.checkpoint.store import CheckpointStore
 
 ROUNDS = 5

@@ -14,7 +14,7 @@ import lockstep
 from lockstep import cli
 from lockstep._atomic_files import open_own, open_to_read, read_file, replace_file
 from lockstep.callbacks import BackupAndRestore
-from lockstep.checkpoint.files import STATUS, Snapshot
+from lockstep.checkpoint.serialization import STATUS, Snapshot
 from lockstep.checkpoint.store import CheckpointStore
 from lockstep.data.cache import FileBatchStore
 from lockstep.fit.monitoring import tensorboard
@@ -153,7 +153,7 @@ def test_a_manifest_that_is_too_large_takes_no_memory_and_is_never_written(tmp_p
     assert store.verify(path) == [
         f"{path / 'manifest.json'}: cannot be read: manifest.json has more than 268,435,456 bytes."
     ]
-    monkeypatch.setattr("lockstep.checkpoint.files.MAX_MANIFEST_BYTES", 2000)
+    monkeypatch.setattr("lockstep.checkpoint.serialization.MAX_MANIFEST_BYTES", 2000)
     with pytest.raises(
         lockstep.OptionError, match=r"metadata: its manifest would have \d,\d+ bytes, at most 2,000 are"
     ):
@@ -220,7 +220,7 @@ WRITES = {  # Places that open a file for writing otherwise, and why they may.
     "tools/scaling/api.py": "paths that the user names, such as /dev/stdout",
     "tools/migrate/translate.py": "in a TemporaryDirectory",
     "data/cache.py": "a descriptor of open_own",
-    "checkpoint/files.py": "mode x follows no link; and a member of a zip file that is open",
+    "checkpoint/serialization.py": "mode x follows no link; and a member of a zip file that is open",
     "cli.py": "descriptors of the terminal",
     "launch/supervisor.py": "a descriptor of open_own",
     "fit/monitoring/tensorboard.py": "a descriptor of open_own",

@@ -50,7 +50,7 @@ _PUBLIC = {
     ),
     "lockstep.custom_loops.per_replica": ("PerReplica",),
     "lockstep.custom_loops.replica_context": ("ReplicaContext",),
-    "lockstep.data.fit_entry": ("InputOptions",),
+    "lockstep.data.input_options": ("InputOptions",),
     "lockstep.parameter_server.cluster_coordinator": (
         "ClusterCoordinator",
         "PerWorkerDataset",
@@ -111,7 +111,7 @@ if TYPE_CHECKING:  # Type checkers need imports; tests/test_public_api.py compar
     from lockstep.custom_loops.strategy_context import get_strategy as get_strategy
     from lockstep.custom_loops.strategy_context import has_strategy as has_strategy
     from lockstep.custom_loops.strategy_context import in_cross_replica_context as in_cross_replica_context
-    from lockstep.data.fit_entry import InputOptions as InputOptions
+    from lockstep.data.input_options import InputOptions as InputOptions
     from lockstep.parameter_server.cluster_coordinator import ClusterCoordinator as ClusterCoordinator
     from lockstep.parameter_server.cluster_coordinator import PerWorkerDataset as PerWorkerDataset
     from lockstep.parameter_server.cluster_coordinator import PerWorkerValues as PerWorkerValues

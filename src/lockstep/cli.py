@@ -278,10 +278,10 @@ def _run(options: argparse.Namespace) -> int:
 
 def _test(options: argparse.Namespace) -> int:
     if options.n is not None:
-        return main(["run", "-n", str(whole_number("-n", options.n)), "-m", "lockstep.tools.cluster_test"])
-    from lockstep.tools import cluster_test
+        return main(["run", "-n", str(whole_number("-n", options.n)), "-m", "lockstep.tools.cluster_check"])
+    from lockstep.tools import cluster_check
 
-    return cluster_test.main()
+    return cluster_check.main()
 
 
 def _doctor(options: argparse.Namespace) -> int:
@@ -412,8 +412,8 @@ def _show(options: argparse.Namespace) -> int:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    from lockstep.checkpoint.files import verify
     from lockstep.checkpoint.manifest import signing_key
+    from lockstep.checkpoint.serialization import verify
     from lockstep.tools.checkpoints import checkpoints_of
 
     code, key = 0, signing_key()
@@ -429,8 +429,8 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _sign(options: argparse.Namespace) -> int:
-    from lockstep.checkpoint.files import sign
     from lockstep.checkpoint.manifest import KEY_FILE, signing_key
+    from lockstep.checkpoint.serialization import sign
     from lockstep.tools.checkpoints import checkpoints_of
 
     key = signing_key()

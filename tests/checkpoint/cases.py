@@ -6,7 +6,7 @@ import tracemalloc
 import ml_dtypes
 import numpy as np
 
-from lockstep.checkpoint.files import Snapshot
+from lockstep.checkpoint.serialization import Snapshot
 from lockstep.checkpoint.store import CheckpointStore
 
 

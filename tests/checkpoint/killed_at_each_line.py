@@ -15,7 +15,7 @@ import numpy as np
 
 import lockstep._atomic_files
 import lockstep.checkpoint.store
-from lockstep.checkpoint.files import Snapshot
+from lockstep.checkpoint.serialization import Snapshot
 from lockstep.checkpoint.store import CheckpointStore
 
 OURS = str(Path(lockstep.checkpoint.store.__file__).parent), lockstep._atomic_files.__file__

@@ -11,7 +11,7 @@ import weakref
 import pytest
 
 from lockstep import CheckpointError
-from lockstep.checkpoint.async_writer import BackgroundWriter
+from lockstep.checkpoint.async_writer import AsyncWriter
 from lockstep.checkpoint.store import CheckpointStore
 
 from .cases import assert_equal, silent, small
@@ -36,7 +36,7 @@ class Gate:
 
 def writing_to(directory, log=silent, timeout_seconds=PATIENCE):
     store = CheckpointStore(directory, keep=20, log=log)
-    return BackgroundWriter(store, log=log, timeout_seconds=timeout_seconds)
+    return AsyncWriter(store, log=log, timeout_seconds=timeout_seconds)
 
 
 def threads():
@@ -144,10 +144,10 @@ def test_after_the_end_nothing_is_taken(tmp_path):
 
 PROGRAM = """
 import os, sys, time
-from lockstep.checkpoint.async_writer import BackgroundWriter
-from lockstep.checkpoint.files import Snapshot
+from lockstep.checkpoint.async_writer import AsyncWriter
+from lockstep.checkpoint.serialization import Snapshot
 from lockstep.checkpoint.store import CheckpointStore
-writer = BackgroundWriter(CheckpointStore(sys.argv[1]))
+writer = AsyncWriter(CheckpointStore(sys.argv[1]))
 def make(step):
     time.sleep(0.2)  # So that the program has ended before.
     return Snapshot({}, {"step": step})
@@ -169,7 +169,7 @@ def test_the_end_of_a_program_waits_for_what_was_submitted(tmp_path):
 
 def test_a_writer_that_was_dropped_before_its_first_checkpoint_is_freed(tmp_path):
     store = CheckpointStore(tmp_path)
-    found = weakref.ref(BackgroundWriter(store))
+    found = weakref.ref(AsyncWriter(store))
     gc.collect()
     assert found() is None
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from lockstep import CheckpointError
-from lockstep.checkpoint.files import Snapshot, describe
 from lockstep.checkpoint.manifest import decode
+from lockstep.checkpoint.serialization import Snapshot, describe
 from lockstep.checkpoint.store import CheckpointStore
 
 from .cases import assert_equal, small, store_in, traced_memory

@@ -19,8 +19,8 @@ from lockstep import CheckpointError, cli
 from lockstep._array_encoding import DTYPES
 from lockstep.checkpoint import export_formats
 from lockstep.checkpoint.export_formats import FORMATS, export, read_export
-from lockstep.checkpoint.files import ARRAYS, Loaded, Snapshot
 from lockstep.checkpoint.manifest import KEY_FILE, MANIFEST
+from lockstep.checkpoint.serialization import ARRAYS, Loaded, Snapshot
 from lockstep.checkpoint.store import CheckpointStore
 
 from .cases import assert_equal, names_in, silent, small, store_in

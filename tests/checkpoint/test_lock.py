@@ -15,7 +15,7 @@ import sys
 import pytest
 
 from lockstep import CheckpointError
-from lockstep.checkpoint import store as store_module
+from lockstep.checkpoint import writer_lock
 from lockstep.checkpoint.store import CheckpointStore
 
 from .cases import names_in, silent, small, store_in
@@ -156,7 +156,7 @@ def test_stores_that_are_gone_leave_no_handler_of_forks(tmp_path, monkeypatch):
     assert len(registered) <= 1  # None, if an earlier test has locked a directory.
 
 
-@pytest.mark.parametrize(("machine", "waits"), [("another", True), (store_module._machine(), False), (None, False)])
+@pytest.mark.parametrize(("machine", "waits"), [("another", True), (writer_lock._machine(), False), (None, False)])
 def test_a_lock_of_another_machine_is_waited_for_as_that_may_be_lost(machine, waits, tmp_path, monkeypatch):
     note = {"host": "node-7", "pid": 7, "since": "yesterday", "machine": machine}
     (tmp_path / ".lock").write_text(json.dumps(note))
@@ -169,7 +169,7 @@ def test_a_lock_of_another_machine_is_waited_for_as_that_may_be_lost(machine, wa
         if len(slept) == 3:
             fcntl.flock(holder, fcntl.LOCK_UN)
 
-    monkeypatch.setattr(store_module.time, "sleep", sleep)
+    monkeypatch.setattr(writer_lock.time, "sleep", sleep)
     store = CheckpointStore(tmp_path, log=silent)
     try:
         if waits:
@@ -187,8 +187,8 @@ def test_a_lock_that_another_machine_keeps_is_an_error_in_the_end(tmp_path, monk
     (tmp_path / ".lock").write_text(
         json.dumps({"host": "node-7", "pid": 7, "since": "yesterday", "machine": "another"})
     )
-    monkeypatch.setattr(store_module, "_LEASE_SECONDS", 0.05)
-    monkeypatch.setattr(store_module, "_LOCK_POLL_SECONDS", 0.01)
+    monkeypatch.setattr(writer_lock, "_LEASE_SECONDS", 0.05)
+    monkeypatch.setattr(writer_lock, "_LOCK_POLL_SECONDS", 0.01)
     with open(tmp_path / ".lock", "rb+") as holder:
         fcntl.flock(holder, fcntl.LOCK_EX)
         with pytest.raises(CheckpointError, match="process 7 on node-7"):

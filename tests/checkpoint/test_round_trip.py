@@ -13,8 +13,8 @@ from hypothesis.extra import numpy as arrays_of
 
 from lockstep import OptionError
 from lockstep._array_encoding import DTYPES
-from lockstep.checkpoint.files import Snapshot, widened
 from lockstep.checkpoint.manifest import VERSION
+from lockstep.checkpoint.serialization import Snapshot, widened
 from lockstep.checkpoint.store import CheckpointStore
 
 from .cases import assert_equal, silent, small, store_in, traced_memory

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from lockstep import CheckpointError, cli
-from lockstep.checkpoint.files import Snapshot, describe, open_stored, parts_of, shapes_of
 from lockstep.checkpoint.manifest import encode
+from lockstep.checkpoint.serialization import Snapshot, describe, open_stored, parts_of, shapes_of
 from lockstep.checkpoint.shards import ArrayShard
 from lockstep.checkpoint.store import CheckpointStore, ShardedSnapshot, ShardedStore, shared_token
 from lockstep.fit.checkpointing.fit_checkpoint import on_all_processes

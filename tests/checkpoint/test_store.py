@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from lockstep import CheckpointError, OptionError
-from lockstep.checkpoint import files
-from lockstep.checkpoint.files import Snapshot
+from lockstep.checkpoint import serialization
+from lockstep.checkpoint.serialization import Snapshot
 from lockstep.checkpoint.store import CheckpointStore
 
 from .cases import assert_equal, filled, is_filled, names_in, silent, small, store_in
@@ -281,7 +281,7 @@ def test_a_signature_is_on_the_disk_before_it_replaces_the_manifest(tmp_path, mo
     done, sync, replace = [], os.fsync, os.replace
     monkeypatch.setattr(os, "fsync", lambda file: (done.append("sync"), sync(file)))
     monkeypatch.setattr(os, "replace", lambda *paths: (done.append("replace"), replace(*paths)))
-    files.sign(tmp_path / "step-000000001", b"k" * 16)
+    serialization.sign(tmp_path / "step-000000001", b"k" * 16)
     assert done == ["sync", "replace", "sync"]
 
 
@@ -329,14 +329,14 @@ def test_a_reader_beside_a_writer_finds_only_whole_ones(keep, tmp_path):
 
 
 def test_one_that_goes_while_it_is_read_is_no_damage(tmp_path, monkeypatch):
-    store, parts_of = store_in(tmp_path, 1, keep=1), files.parts_of
+    store, parts_of = store_in(tmp_path, 1, keep=1), serialization.parts_of
 
     def overtaken(path, manifest):
         if store.steps() == [1]:
             store.write(2, small(2))
         return parts_of(path, manifest)
 
-    monkeypatch.setattr(files, "parts_of", overtaken)
+    monkeypatch.setattr(serialization, "parts_of", overtaken)
     assert CheckpointStore(tmp_path, log=silent).newest().step == 2
 
 

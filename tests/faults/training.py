@@ -17,7 +17,7 @@ import keras
 import numpy as np
 
 import lockstep
-import lockstep.checkpoint.files as checkpoint_files
+import lockstep.checkpoint.serialization as checkpoint_files
 from lockstep.distributed.control.connect import _Join
 from lockstep.fit.checkpointing.fit_checkpoint import FitCheckpoint
 from lockstep.parameter_server import evaluator

@@ -368,14 +368,14 @@ FAULTS = [
     # What survives.
     Mutant(
         "arrays-not-synced",
-        "checkpoint/files.py",
+        "checkpoint/serialization.py",
         "os.fsync(file.fileno())",
         "pass",
         "The arrays of a checkpoint may not be on the disk when its name is.",
     ),
     Mutant(
         "manifest-not-synced",
-        "checkpoint/files.py",
+        "checkpoint/serialization.py",
         "os.fsync(file.fileno())",
         "pass",
         "The manifest of a checkpoint may not be on the disk when its name is.",
@@ -397,14 +397,14 @@ FAULTS = [
     ),
     Mutant(
         "checksum-of-arrays-not-verified",
-        "checkpoint/files.py",
+        "checkpoint/serialization.py",
         "if digest.hexdigest() != entry.sha256:",
         "if False:",
         "Damaged arrays are taken for good.",
     ),
     Mutant(
         "checksum-of-manifest-not-verified",
-        "checkpoint/files.py",
+        "checkpoint/serialization.py",
         "if found != expected:",
         "if False:",
         "A damaged manifest is taken for good.",
@@ -751,7 +751,7 @@ FAULTS = [
     # Files that others may have planted.
     Mutant(
         "signature-not-compared",
-        "checkpoint/files.py",
+        "checkpoint/serialization.py",
         "if not hmac.compare_digest(expected, found[1].decode()):",
         "if False:",
         "A checkpoint that is signed with another key is restored.",

@@ -1,5 +1,7 @@
 """BatchNormalization layers of a model: which synchronize over replicas, and traces without statistics of the batch.
 
+That a model with a synchronized one runs on the global batch is decided in ``graph.global_batch_reason``.
+
 Undocumented parts, as of Keras 3.15: ``_flatten_layers``.
 """
 
@@ -9,12 +11,7 @@ from typing import Any
 
 import keras
 
-from lockstep._keras.patches import (
-    MOMENTS,
-    SYNCHRONIZED_FLAG,
-    patched,
-    patched_method,
-)
+from lockstep._keras.patches import MOMENTS, SYNCHRONIZED_FLAG, patched, patched_method
 
 
 def unsynchronized_normalizations(model: keras.Model) -> list[str]:

@@ -74,7 +74,7 @@ FIT_INPUT = Patch(
     lifetime="as long as the model",
     reason="arguments are checked, and inputs are wrapped in an adapter that places batches on the devices",
     public_api="registration of a data adapter",
-    used_by=("data/fit_entry.py",),
+    used_by=("data/fit_wrapper.py",),
 )
 OWN_FIT = Patch(
     target="class Model",

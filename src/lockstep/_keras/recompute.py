@@ -17,10 +17,7 @@ from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
 from keras.src.backend.common.stateless_scope import get_stateless_scope
 
 from lockstep._keras.layer_attributes import AttributeLeaf, attribute_arrays, set_attribute_leaves
-from lockstep._keras.patches import (
-    LAYER_CALL,
-    patched_method,
-)
+from lockstep._keras.patches import LAYER_CALL, patched_method
 
 Gather = Callable[[keras.Variable, jax.Array], jax.Array]
 # By the id of a variable its shard on this device, and its whole value.

@@ -29,7 +29,7 @@ class Store(Protocol):
         """Make the content of a checkpoint, and write it."""
 
 
-class BackgroundWriter:
+class AsyncWriter:
     """Writes one checkpoint at a time in a thread of its own, in the order in which they are submitted.
 
     While one checkpoint is written, one more may wait. The submission of a third blocks until the second is begun: no checkpoint is left
@@ -45,10 +45,10 @@ class BackgroundWriter:
 
     Example:
         >>> import tempfile
-        >>> from lockstep.checkpoint.files import Snapshot
+        >>> from lockstep.checkpoint.serialization import Snapshot
         >>> from lockstep.checkpoint.store import CheckpointStore
         >>> folder = tempfile.TemporaryDirectory()
-        >>> with CheckpointStore(folder.name) as store, BackgroundWriter(store) as writer:
+        >>> with CheckpointStore(folder.name) as store, AsyncWriter(store) as writer:
         ...     writer.submit(1, lambda: Snapshot({}, {"epoch": 0}))
         ...     writer.submit(2, lambda: Snapshot({}, {"epoch": 0}))
         >>> store.steps()
@@ -73,7 +73,7 @@ class BackgroundWriter:
         self._thread: threading.Thread | None = None
         self._process = os.getpid()
 
-    def __enter__(self) -> "BackgroundWriter":
+    def __enter__(self) -> "AsyncWriter":
         return self
 
     def __exit__(self, *_: Any) -> None:

@@ -28,8 +28,16 @@ import numpy as np
 from lockstep._array_encoding import DTYPES, ML_DTYPES
 from lockstep._atomic_files import open_to_read, publish, read_file, replace_file, sync
 from lockstep._errors import CheckpointError, LockstepError
-from lockstep.checkpoint.files import MAX_MANIFEST_BYTES, Loaded, Snapshot, array_digest, in_file, widened, write_arrays
 from lockstep.checkpoint.manifest import Entry, Manifest, decode, encode
+from lockstep.checkpoint.serialization import (
+    MAX_MANIFEST_BYTES,
+    Loaded,
+    Snapshot,
+    array_digest,
+    in_file,
+    widened,
+    write_arrays,
+)
 
 MANIFEST_NAME = "lockstep.json"
 _KEY = "lockstep"  # of the manifest in the metadata of a safetensors file

@@ -90,7 +90,7 @@ class Manifest:
         step: number of steps that were trained.
         bytes: size of the file of arrays.
         arrays: by name.
-        metadata: see :class:`lockstep.checkpoint.files.Snapshot`.
+        metadata: see :class:`lockstep.checkpoint.serialization.Snapshot`.
         parts: the sha256 of the manifest of each part, in hexadecimal digits.
     """
 

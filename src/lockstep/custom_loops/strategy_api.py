@@ -38,7 +38,7 @@ from lockstep.custom_loops.per_replica import (
 )
 from lockstep.custom_loops.replica_context import ReplicaContext, as_floating, check_not_in_replica, in_context
 from lockstep.custom_loops.replica_runner import run_on_replicas
-from lockstep.data.fit_entry import InputOptions, check_input_options
+from lockstep.data.input_options import InputOptions, check_input_options
 from lockstep.data.process_group import ProcessGroup
 from lockstep.data.sources import make_tree_source
 from lockstep.devices.names import device_name

@@ -20,7 +20,7 @@ from lockstep.custom_loops.replica_context import (
     in_context,
 )
 from lockstep.custom_loops.strategy_api import StrategyApi
-from lockstep.data.fit_entry import InputOptions
+from lockstep.data.input_options import InputOptions
 from lockstep.data.process_group import ProcessGroup
 from lockstep.devices.placement import Placement, placement_on
 

@@ -1,7 +1,7 @@
 """Prefetching of batches in a thread, and how long steps wait for batches.
 
 Neither reads a batch beyond its limit: batches of a generator stay in it until an epoch needs them. How many batches are read ahead is
-decided in ``fit_entry`` (``InputOptions.prefetch``, ``FitEntry._prefetch_depth``).
+decided in ``fit_wrapper`` (``InputOptions.prefetch``, ``FitWrapper._prefetch_depth``).
 """
 
 import contextvars

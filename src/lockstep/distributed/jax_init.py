@@ -32,6 +32,7 @@ from lockstep.distributed.consistency import describe_process
 from lockstep.distributed.control.connect import open_control_channel
 from lockstep.distributed.control.control_client import ControlClient
 from lockstep.distributed.control.handshake import open_listener
+from lockstep.distributed.control.limits import LONG_SECONDS
 from lockstep.distributed.control.termination import ExitGuard, install_sigabrt_handler
 
 JAX_PORT = "LOCKSTEP_JAX_PORT"  # port of JAX's service at worker 0; by default any free one
@@ -344,9 +345,6 @@ def prepare_threads(cpu_devices: int, environ: Mapping[str, str] = os.environ) -
     if not has_accelerators(environ):
         set_batch_scheduling()
     reserve_threads(cpu_devices)
-
-
-LONG_SECONDS = 1800.0  # Limit of compiling, and of what a worker does alone at its end.
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from lockstep._array_encoding import DTYPES, array_bytes, describe_arrays, parse
 from lockstep._errors import ModelError
 from lockstep._keras.patches import CHIEF_ONLY_FILES, CHIEF_ONLY_PRESETS, install
 from lockstep._keras.variable_placement import whole_values
-from lockstep.data import fit_entry
+from lockstep.data import fit_wrapper
 from lockstep.data.keras_adapter import KerasInput
 from lockstep.data.process_group import ProcessGroup
 from lockstep.devices.placement import DEVICE_AXIS, Placement, is_rows
@@ -72,7 +72,7 @@ class WorkerProcessGroup(ProcessGroup):
             meter = arguments["x"].meter
             self._client.metadata = lambda: {"waited": meter.waited, "read": meter.read}
         if not isinstance(arguments.get("callbacks"), keras.callbacks.CallbackList):  # It is used as it is.
-            arguments["callbacks"] = [_EpochEnd(self), *fit_entry.callbacks_in(arguments)]
+            arguments["callbacks"] = [_EpochEnd(self), *fit_wrapper.callbacks_in(arguments)]
         try:
             yield
         finally:
@@ -215,7 +215,7 @@ def _disable_output(arguments: dict[str, Any]) -> None:
     arguments["verbose"] = 0
     if not isinstance(arguments.get("callbacks"), keras.callbacks.CallbackList):  # It is used as it is.
         arguments["callbacks"] = [
-            callback for callback in fit_entry.callbacks_in(arguments) if not isinstance(callback, _WRITING)
+            callback for callback in fit_wrapper.callbacks_in(arguments) if not isinstance(callback, _WRITING)
         ]
 
 
@@ -225,7 +225,7 @@ def _refuse_backup(arguments: dict[str, Any]) -> None:
     Raises:
         ModelError: it is among the callbacks.
     """
-    if any(isinstance(callback, keras.callbacks.BackupAndRestore) for callback in fit_entry.callbacks_in(arguments)):
+    if any(isinstance(callback, keras.callbacks.BackupAndRestore) for callback in fit_wrapper.callbacks_in(arguments)):
         raise ModelError(
             "keras.callbacks.BackupAndRestore writes and deletes its files on every worker at once, and restores the beginning of an "
             "epoch only. Fix: take lockstep.callbacks.BackupAndRestore."

@@ -14,7 +14,7 @@ import numpy as np
 from lockstep._errors import flag
 from lockstep._keras import trainer
 from lockstep._logging import counted
-from lockstep.data.fit_entry import InputOptions
+from lockstep.data.input_options import InputOptions
 from lockstep.execution.variable_shards import ModelLayout
 
 VARIABLE = "LOCKSTEP_DOCTOR"  # "0" switches it off

@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 import keras
 
 from lockstep._errors import ModelError, summary_of
-from lockstep.data.fit_entry import FitEntry
+from lockstep.data.fit_wrapper import FitWrapper
 from lockstep.doctor.base import Finding, FitCall, Report, RuntimeSettings, calling_location, doctor_enabled
 from lockstep.doctor.data_checks import (
     FitRecord,
@@ -166,13 +166,13 @@ _MAX_VALUES = 200_000_000  # of an array that are checked: some seconds
 _OPTIONS = ("batch_size", "shuffle", "class_weight", "steps_per_epoch")
 
 
-def examine(call: FitCall, functions: StepFunctions, fit_entry: FitEntry, environ: Mapping[str, str]) -> Report:
+def examine(call: FitCall, functions: StepFunctions, fit_wrapper: FitWrapper, environ: Mapping[str, str]) -> Report:
     """Check a call of ``fit``, and run some training steps on a copy of the model's state.
 
     Args:
         call: with a compiled model.
         functions: step functions of the model.
-        fit_entry: makes the input of ``fit``.
+        fit_wrapper: makes the input of ``fit``.
         environ: environment variables of the process.
 
     Raises:
@@ -183,7 +183,9 @@ def examine(call: FitCall, functions: StepFunctions, fit_entry: FitEntry, enviro
         raise ModelError(f"doctor: model {model.name!r} is not compiled. Fix: compile it first.")
     call = replace(call, max_values=_MAX_VALUES)
     data = call.x, call.y, call.sample_weight
-    batches = read_batches(fit_entry.open_preview(model, data, **{name: call.arguments.get(name) for name in _OPTIONS}))
+    batches = read_batches(
+        fit_wrapper.open_preview(model, data, **{name: call.arguments.get(name) for name in _OPTIONS})
+    )
     found = check_call(call, batches.batches[0] if batches.batches else None)
     try:
         of_steps, lines, left_out = _check_steps(call, functions, batches)

@@ -14,7 +14,7 @@ from lockstep._keras import trainer
 from lockstep._keras.batch_normalization import unsynchronized_normalizations
 from lockstep._keras.graph import is_keras_class, layers_of, operations_of, outputs_of
 from lockstep._logging import counted
-from lockstep.data.fit_entry import callbacks_in
+from lockstep.data.fit_wrapper import callbacks_in
 from lockstep.data.keras_adapter import KerasInput
 from lockstep.data.prefetch import BOUND, describe_waiting
 from lockstep.data.random_state import capture_random_state, restore_random_state

@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 import keras
 
 from lockstep._errors import OptionError
-from lockstep.data.fit_entry import callbacks_in
+from lockstep.data.fit_wrapper import callbacks_in
 from lockstep.data.keras_adapter import KerasInput
 from lockstep.data.process_group import ProcessGroup
 from lockstep.devices.placement import Placement

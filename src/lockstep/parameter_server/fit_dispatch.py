@@ -15,7 +15,7 @@ import numpy as np
 from lockstep._errors import USER_ERROR, ClusterError, ScopeError, summary_of
 from lockstep._keras import trainer
 from lockstep._keras.trainer import refresh_before_sync
-from lockstep.data import fit_entry
+from lockstep.data import fit_wrapper
 from lockstep.data.indexed_batches import IndexedBatches
 from lockstep.data.keras_adapter import KerasInput
 from lockstep.data.process_group import ProcessGroup
@@ -184,7 +184,7 @@ class WorkerFitDispatch(ProcessGroup):
 
     def _preemption(self, arguments: dict[str, Any]) -> AbstractContextManager[Any]:
         """Return the handler of preemption if there is a backup: the chief then needs this process for its last checkpoint."""
-        backup = single_callback(fit_entry.callbacks_in(arguments), BackupAndRestore)
+        backup = single_callback(fit_wrapper.callbacks_in(arguments), BackupAndRestore)
         return Preemption(self) if backup else nullcontext()
 
     def _run_fit(self, model: keras.Model, arguments: dict[str, Any]) -> CallResult:
@@ -274,4 +274,4 @@ def _prepend_callbacks(arguments: dict[str, Any], *callbacks: keras.callbacks.Ca
     if isinstance(given, keras.callbacks.CallbackList):
         given.callbacks[:0] = callbacks
     else:
-        arguments["callbacks"] = [*callbacks, *fit_entry.callbacks_in(arguments)]
+        arguments["callbacks"] = [*callbacks, *fit_wrapper.callbacks_in(arguments)]

@@ -19,7 +19,7 @@ from lockstep._keras.patches import value_in_context
 from lockstep._keras.variable_placement import VariableSharder, lay_out
 from lockstep._logging import counted, log_info
 from lockstep.custom_loops.replica_context import ReplicaModels, open_scopes
-from lockstep.data.fit_entry import FitEntry
+from lockstep.data.fit_wrapper import FitWrapper
 from lockstep.data.process_group import ProcessGroup
 from lockstep.devices.names import is_described, listed_devices
 from lockstep.devices.placement import MeshPlacement, Placement, gather_on_host
@@ -186,7 +186,7 @@ class Strategy(Diagnostics):
         self._models = ReplicaModels()
         self._process_group = self._join_process_group()
         checks = FitChecks(self._runtime_settings(), self._log_once)
-        self._fit_entry = FitEntry(
+        self._fit_wrapper = FitWrapper(
             self._placement, self._input_options, self._process_group, self._around_call, checks.observe_fit
         )
         self._log(self._summary())
@@ -306,7 +306,7 @@ class Strategy(Diagnostics):
             return functions.make(kind)
 
         trainer.attach_strategy(model, self, make, partial(self._build_context, model))
-        self._fit_entry.replace_methods(model, log_once)
+        self._fit_wrapper.replace_methods(model, log_once)
         self._models.add(model)
 
     def _layout_notes(self, model: keras.Model) -> list[str]:

@@ -9,7 +9,7 @@ import keras
 from lockstep._errors import OptionError
 from lockstep._keras.graph import layers_of
 from lockstep.collectives import Ops
-from lockstep.data.fit_entry import InputOptions
+from lockstep.data.input_options import InputOptions
 from lockstep.devices.names import device_name, resolve_with_parameter_device
 from lockstep.devices.placement import Placement
 from lockstep.devices.xla_flags import is_deterministic

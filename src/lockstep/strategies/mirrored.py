@@ -7,7 +7,7 @@ import jax
 
 from lockstep._errors import OptionError, instance_of
 from lockstep.collectives import CommunicationOptions, Ops, ops_from_options
-from lockstep.data.fit_entry import InputOptions
+from lockstep.data.input_options import InputOptions
 from lockstep.distributed.cluster.env_reader import launched_workers
 from lockstep.execution.variable_shards import Recompute
 from lockstep.strategies.base import Strategy

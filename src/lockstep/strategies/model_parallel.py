@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from lockstep._errors import ModelError, OptionError, check_depth, shown
 from lockstep._keras.variable_placement import has_layout, lay_out
 from lockstep.collectives import CommunicationOptions, Ops
-from lockstep.data.fit_entry import InputOptions
+from lockstep.data.input_options import InputOptions
 from lockstep.devices.names import listed_devices
 from lockstep.devices.placement import MeshPlacement, Placement
 from lockstep.devices.xla_flags import fix_order_on_gpus, is_deterministic

@@ -14,7 +14,7 @@ from lockstep._keras import trainer
 from lockstep._logging import log_info
 from lockstep.collectives import CommunicationOptions, Ops, ops_from_options
 from lockstep.collectives.base import PackedAllReduce
-from lockstep.data.fit_entry import InputOptions
+from lockstep.data.input_options import InputOptions
 from lockstep.data.process_group import ProcessGroup
 from lockstep.devices.cpu_devices import check_shared_thread_pool
 from lockstep.devices.names import count_cpu_devices, platform_of, resolve_devices
@@ -24,6 +24,7 @@ from lockstep.distributed.cluster.addresses import COORDINATOR
 from lockstep.distributed.cluster.membership import WorkerGroup, membership_of_group
 from lockstep.distributed.consistency import agree_on_random_state
 from lockstep.distributed.control.control_client import ControlClient
+from lockstep.distributed.control.limits import TIMEOUT_SECONDS
 from lockstep.distributed.jax_init import ProcessJob, check_gpus_differ, job_of_this_process, prepare_threads
 from lockstep.distributed.resolvers import (
     ClusterResolver,
@@ -49,7 +50,6 @@ from lockstep.strategies.options import (
     refuse_device_override,
 )
 
-TIMEOUT_SECONDS = 60.0
 _ALONE = WorkerGroup(1, 0, "127.0.0.1:1", source="no cluster")
 _NOT_NEEDED = "worker-0.invalid:1"  # The processes of JAX agree on an address, so that no resolver has to find one.
 

@@ -11,7 +11,7 @@ from lockstep._errors import DeviceError, OptionError, flag, shown, whole_number
 from lockstep._keras import trainer
 from lockstep._keras.patches import value_in_context
 from lockstep.collectives import AutoAllReduce, CrossDeviceOps, Ops, TreeAllReduce, ops_from_argument
-from lockstep.data.fit_entry import InputOptions, check_input_options
+from lockstep.data.input_options import InputOptions, check_input_options
 from lockstep.devices.cpu_devices import ensure_cpu_devices, has_started
 from lockstep.devices.host_memory import keep_memory
 from lockstep.devices.names import platform_of, resolve_devices

@@ -12,12 +12,13 @@ import keras
 from lockstep._errors import ClusterError, ModelError, OptionError, flag, function, seconds, whole_number
 from lockstep._keras import trainer
 from lockstep._logging import counted, log_info
-from lockstep.data.fit_entry import InputOptions, check_input_options
+from lockstep.data.input_options import InputOptions, check_input_options
 from lockstep.data.random_state import capture_random_state, restore_random_state
 from lockstep.devices.names import resolve_devices
 from lockstep.devices.xla_flags import is_deterministic
 from lockstep.distributed.cluster.env_reader import NetworkOptions, restarts_of
 from lockstep.distributed.consistency import describe_process
+from lockstep.distributed.control.limits import TIMEOUT_SECONDS
 from lockstep.distributed.control.termination import ExitGuard
 from lockstep.distributed.resolvers import ClusterResolver, check_resolver, resolve
 from lockstep.distributed.worker_process_group import disable_saving
@@ -34,8 +35,6 @@ from lockstep.parameter_server.sharding import PartitionFunction
 from lockstep.parameter_server.task_dispatcher import TaskDispatcher
 from lockstep.strategies.base import Strategy
 from lockstep.strategies.options import one_axis_placement, prepare_process, refuse_device_override
-
-TIMEOUT_SECONDS = 60.0
 
 
 class _RemoteSteps(StepHook):

@@ -16,7 +16,7 @@ from lockstep._errors import DeterminismError, ModelError, shown
 from lockstep._keras import trainer
 from lockstep._keras.graph import layers_of
 from lockstep.custom_loops.strategy_api import StrategyApi
-from lockstep.data.fit_entry import FitEntry, check_call
+from lockstep.data.fit_wrapper import FitWrapper, check_call
 from lockstep.data.sources import check_data
 from lockstep.devices.names import device_name, listed_devices
 from lockstep.devices.placement import Placement, count_rows, gather_on_host, local_values
@@ -33,7 +33,7 @@ Values = dict[str, np.ndarray]
 class Diagnostics(StrategyApi):
     """Base of the strategies: checks of the machine and of a program."""
 
-    _fit_entry: FitEntry
+    _fit_wrapper: FitWrapper
     _shards_variables: bool
     scope: Callable[[], contextlib.AbstractContextManager[Any]]
     _functions_of: Callable[[keras.Model], StepFunctions]
@@ -172,7 +172,7 @@ def examine_fit(strategy: Diagnostics, call: FitCall) -> Report:
     model, placement = call.model, strategy._placement
     executor = strategy._executor_for(placement, model)
     functions = StepFunctions(model, placement, executor, lambda _: None)
-    return examine(replace(call, settings=strategy._runtime_settings()), functions, strategy._fit_entry, os.environ)
+    return examine(replace(call, settings=strategy._runtime_settings()), functions, strategy._fit_wrapper, os.environ)
 
 
 def _compare_gradients(strategy: Diagnostics, model: keras.Model, batch: Any) -> None:

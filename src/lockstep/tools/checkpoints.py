@@ -7,8 +7,8 @@ from typing import Any
 
 from lockstep._errors import CheckpointError
 from lockstep.checkpoint.export_formats import read_export
-from lockstep.checkpoint.files import Loaded, describe, parts_of, read, step_of
 from lockstep.checkpoint.manifest import MANIFEST, Manifest, signing_key
+from lockstep.checkpoint.serialization import Loaded, describe, parts_of, read, step_of
 from lockstep.checkpoint.store import CheckpointStore
 
 _ROW = "{:>12} {:>6} {:>8} {:>15} {:>9}  {}"

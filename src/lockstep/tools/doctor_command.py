@@ -17,7 +17,8 @@ from lockstep._keras import trainer
 from lockstep._keras.trainer import observe_compile
 from lockstep.cluster_resolver import RESOLVERS, resolve
 from lockstep.collectives import AutoAllReduce
-from lockstep.data.fit_entry import FitEntry, InputOptions
+from lockstep.data.fit_wrapper import FitWrapper
+from lockstep.data.input_options import InputOptions
 from lockstep.data.process_group import ProcessGroup
 from lockstep.devices.placement import placement_on
 from lockstep.distributed.cluster.env_reader import NetworkOptions
@@ -131,9 +132,9 @@ def _on_one_device(program: FitCall) -> Report:
 
     executor = SpmdExecutor(placement, AutoAllReduce())
     functions = StepFunctions(program.model, placement, executor, lambda _: None)
-    fit_entry = FitEntry(placement, InputOptions(), ProcessGroup(), no_context, lambda *_: None)
+    fit_wrapper = FitWrapper(placement, InputOptions(), ProcessGroup(), no_context, lambda *_: None)
     setting = RuntimeSettings(devices=(device,), has_strategy=False)
-    report = examine(replace(program, settings=setting), functions, fit_entry, os.environ)
+    report = examine(replace(program, settings=setting), functions, fit_wrapper, os.environ)
     return replace(report, looked_at=("no strategy: as on one device", *report.looked_at))
 
 

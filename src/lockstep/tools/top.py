@@ -14,7 +14,7 @@ from rich.text import Text
 from lockstep._atomic_files import read_file
 from lockstep._errors import OptionError, seconds
 from lockstep._logging import counted
-from lockstep.checkpoint.files import STATUS, checkpoints_in, step_of
+from lockstep.checkpoint.serialization import STATUS, checkpoints_in, step_of
 
 _MAX_STATUS_BYTES = 1 << 24
 _SHORTEST = 0.1  # seconds between two updates

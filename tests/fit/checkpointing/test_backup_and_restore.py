@@ -14,8 +14,8 @@ import pytest
 import lockstep
 from lockstep._version import used_versions
 from lockstep.callbacks import BackupAndRestore
-from lockstep.checkpoint.async_writer import BackgroundWriter
-from lockstep.checkpoint.files import StoredArrays
+from lockstep.checkpoint.async_writer import AsyncWriter
+from lockstep.checkpoint.serialization import StoredArrays
 from lockstep.checkpoint.store import CheckpointStore
 from lockstep.data.process_group import ProcessGroup
 from lockstep.fit.checkpointing import model_state
@@ -727,7 +727,7 @@ def test_other_workers_are_told_when_a_checkpoint_is_read_and_when_its_end_is_wa
         monkeypatch.setattr(owner, name, method)
 
     monkeypatch.setattr(ProcessGroup, "saving", saving)
-    for owner, name in ((CheckpointStore, "newest"), (BackgroundWriter, "close")):
+    for owner, name in ((CheckpointStore, "newest"), (AsyncWriter, "close")):
         recorded(owner, name)
     Run(tmp_path / "fit").fit()
     with lockstep.MirroredStrategy(["cpu:0"]).checkpoint(tmp_path / "loop") as checkpoint:

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from lockstep.checkpoint.files import describe
+from lockstep.checkpoint.serialization import describe
 from lockstep.checkpoint.store import CheckpointStore
 from tests.fit.checkpointing.attempts import KILLED, LOST, until_stopped
 

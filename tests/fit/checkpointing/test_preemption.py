@@ -10,8 +10,8 @@ import keras
 import pytest
 
 import lockstep
-from lockstep.checkpoint.async_writer import BackgroundWriter
-from lockstep.checkpoint.files import Snapshot
+from lockstep.checkpoint.async_writer import AsyncWriter
+from lockstep.checkpoint.serialization import Snapshot
 from lockstep.checkpoint.store import CheckpointStore
 from lockstep.data.process_group import ProcessGroup
 from lockstep.fit.checkpointing.preemption import exit_after_checkpoint
@@ -209,7 +209,7 @@ def test_the_end_says_if_the_last_checkpoint_is_not_written_in_time(tmp_path):
         go_on.wait(30)
         return Snapshot({}, {"epoch": 0})
 
-    with CheckpointStore(tmp_path) as store, BackgroundWriter(store, timeout_seconds=0.1, log=said.append) as writer:
+    with CheckpointStore(tmp_path) as store, AsyncWriter(store, timeout_seconds=0.1, log=said.append) as writer:
         writer.submit(8, snapshot)
         with pytest.raises(SystemExit) as ended:
             exit_after_checkpoint(stopped, 8, tmp_path, writer, said.append)

@@ -15,7 +15,7 @@ from rich.console import Console
 import lockstep
 from lockstep import cli
 from lockstep.callbacks import BackupAndRestore, TensorBoard, ThroughputMonitor
-from lockstep.checkpoint.files import STATUS
+from lockstep.checkpoint.serialization import STATUS
 from lockstep.tools import top
 
 from .runs import STEPS, built, fit

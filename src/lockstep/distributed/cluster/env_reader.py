@@ -188,7 +188,7 @@ def launched_workers(environ: Mapping[str, str]) -> int:
         environ: names and values.
 
     Raises:
-        ClusterConfigError: the number is no whole number of at least 1.
+        ClusterError: the number is no whole number of at least 1.
 
     Example:
         >>> launched_workers({"WORLD_SIZE": "2"}), launched_workers({"WORLD_SIZE": "2", "LOCKSTEP_GENERATION": "0"})

@@ -17,8 +17,8 @@ import numpy as np
 
 from lockstep._errors import CheckpointError, InputError
 from lockstep._version import used_versions
-from lockstep.checkpoint.async_writer import BackgroundWriter
-from lockstep.checkpoint.files import Loaded, Snapshot, open_stored
+from lockstep.checkpoint.async_writer import AsyncWriter
+from lockstep.checkpoint.serialization import Loaded, Snapshot, open_stored
 from lockstep.checkpoint.store import CheckpointStore, ShardedSnapshot, ShardedStore, shared_token
 from lockstep.data.keras_adapter import KerasInput
 from lockstep.data.process_group import ProcessGroup
@@ -270,7 +270,7 @@ class FitCheckpoint(StepHook):
         self._validation, self._model = validation, functions.model
         self._preemption, self._log = preemption, log
         self._store, self._process_group = store, process_group
-        self._writer = BackgroundWriter(store, log=log) if store else None
+        self._writer = AsyncWriter(store, log=log) if store else None
         self._writes_shards = False
         self._variables, self._versions = ModelVariables(self._model), used_versions()
         self.callbacks: list[keras.callbacks.Callback] = []
@@ -501,14 +501,14 @@ class FitCheckpoint(StepHook):
             return
         gather = partial(group.all_gather, channel="checkpoints", timeout_seconds=_PARTS_SECONDS)
         store = ShardedStore(self._store or CheckpointStore(directory, log=self._log), group.process, token, gather)
-        self._writer = BackgroundWriter(store, timeout_seconds=_PARTS_SECONDS, log=self._log)
+        self._writer = AsyncWriter(store, timeout_seconds=_PARTS_SECONDS, log=self._log)
         self._writes_shards = True
 
     def _exit(self) -> None:
         step = self._position.step
         exit_after_checkpoint(self._preemption, step, self._backup.directory, self._writer, self._log)
 
-    def _write(self, writer: BackgroundWriter, make: Callable[[], Any]) -> None:
+    def _write(self, writer: AsyncWriter, make: Callable[[], Any]) -> None:
         step = self._position.step
         if writer.is_full or not self._backup.async_:
             self._functions.pause()  # The other workers wait for this one.

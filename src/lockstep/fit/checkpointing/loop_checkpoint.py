@@ -9,8 +9,8 @@ import numpy as np
 
 from lockstep._errors import CheckpointError
 from lockstep._version import used_versions
-from lockstep.checkpoint.async_writer import BackgroundWriter
-from lockstep.checkpoint.files import Snapshot
+from lockstep.checkpoint.async_writer import AsyncWriter
+from lockstep.checkpoint.serialization import Snapshot
 from lockstep.checkpoint.store import CheckpointStore
 from lockstep.data.process_group import ProcessGroup
 from lockstep.data.random_state import capture_random_state, restore_random_state
@@ -45,7 +45,7 @@ class Checkpoint:
         self._store = CheckpointStore(directory, keep, log=log)
         self._frequency, self._step, self._versions = frequency, 0, used_versions()
         self._preemption = Preemption(process_group, frequency.is_due_by_time)
-        self._writer = BackgroundWriter(self._store, log=log) if process_group.process == 0 else None
+        self._writer = AsyncWriter(self._store, log=log) if process_group.process == 0 else None
         if self._writer:
             self._store.lock()
 

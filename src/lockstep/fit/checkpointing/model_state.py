@@ -29,7 +29,7 @@ from lockstep._array_encoding import DTYPES
 from lockstep._errors import CheckpointError
 from lockstep._keras import trainer
 from lockstep._keras.variable_placement import set_from_host
-from lockstep.checkpoint.files import Loaded, array_digest, shapes_of
+from lockstep.checkpoint.serialization import Loaded, array_digest, shapes_of
 from lockstep.checkpoint.shards import ArrayShard
 from lockstep.data.random_state import check_order_state, check_random_state
 from lockstep.data.resumable_iterator import expanded_hooks

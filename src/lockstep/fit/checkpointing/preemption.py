@@ -17,7 +17,7 @@ from typing import Any
 
 from lockstep._errors import PEER_LOST, ClusterError, summary_of
 from lockstep._logging import log_info
-from lockstep.checkpoint.async_writer import BackgroundWriter
+from lockstep.checkpoint.async_writer import AsyncWriter
 from lockstep.data.process_group import ProcessGroup
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
@@ -140,7 +140,7 @@ def _has_no_handler(number: signal.Signals) -> bool:
 
 
 def exit_after_checkpoint(
-    preemption: Preemption, step: int, directory: Path, writer: BackgroundWriter | None, log: Callable[[str], None]
+    preemption: Preemption, step: int, directory: Path, writer: AsyncWriter | None, log: Callable[[str], None]
 ) -> None:
     """Exit when the last checkpoint of this process is written, or the limit of the writer has passed; the process ends with all others.
 

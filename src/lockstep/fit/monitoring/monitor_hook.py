@@ -24,8 +24,8 @@ import keras
 from lockstep._atomic_files import replace_file
 from lockstep._errors import summary_of
 from lockstep._keras.trainer import steps_done
-from lockstep.checkpoint.files import STATUS
-from lockstep.data.fit_entry import callbacks_in
+from lockstep.checkpoint.serialization import STATUS
+from lockstep.data.fit_wrapper import callbacks_in
 from lockstep.data.prefetch import WaitMeter
 from lockstep.data.process_group import ProcessGroup
 from lockstep.distributed.control.heartbeat import WorkerStatus

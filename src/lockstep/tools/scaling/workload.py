@@ -18,7 +18,7 @@ from lockstep._keras import trainer
 from lockstep._keras.patches import value_in_context
 from lockstep._keras.trainer import intercept_fit
 from lockstep.data import sources
-from lockstep.data.fit_entry import callbacks_in
+from lockstep.data.fit_wrapper import callbacks_in
 from lockstep.data.sources import AdapterSource, InputSource, make_source
 from lockstep.tools.scaling.results import Budget
 from lockstep.tools.script_runner import FirstFit, run_until_fit

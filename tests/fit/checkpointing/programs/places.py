@@ -8,7 +8,7 @@ from collections import Counter
 import keras
 
 import lockstep._atomic_files as files
-import lockstep.checkpoint.files as format
+import lockstep.checkpoint.serialization as format
 from lockstep.fit.checkpointing.fit_checkpoint import FitCheckpoint
 from tests.distributed.jobs.program import tell
 

@@ -1,6 +1,6 @@
 """``lockstep test``: check every pair of workers with an all-reduce, and measure bandwidth and clock offsets.
 
-Every worker runs this module: ``lockstep run -n 2 -m lockstep.tools.cluster_test`` on one machine, or the command of a
+Every worker runs this module: ``lockstep run -n 2 -m lockstep.tools.cluster_check`` on one machine, or the command of a
 scheduler. The chief prints the report.
 """
 
@@ -93,7 +93,7 @@ def _within_limit(
     return found[0] if found else ClusterMeasurement(workers, error=f"no result within {seconds:.0f} s")
 
 
-def run_cluster_test(
+def run_cluster_check(
     client: ControlClient, devices: list[jax.Device], reduce: Reduce = sum_over_workers, seconds: float = PAIR_SECONDS
 ) -> tuple[list[ClusterMeasurement], list[float]]:
     """Measure every pair of workers, then all workers; every worker calls this function.
@@ -160,7 +160,7 @@ def main() -> int:
         )
         return 2
     firsts = {device.process_index: device for device in reversed(jax.devices())}
-    measured, clocks = run_cluster_test(client, [firsts[worker] for worker in range(client.group.workers)])
+    measured, clocks = run_cluster_check(client, [firsts[worker] for worker in range(client.group.workers)])
     is_right = report(measured, clocks, sys.stdout) if client.group.is_chief else not any(one.error for one in measured)
     if not is_right:
         client.barrier("the report")

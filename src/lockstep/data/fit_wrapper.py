@@ -6,13 +6,11 @@ The methods are replaced on the model, not on its class: they wrap the input in 
 import functools
 import inspect
 import math
-import os
 import sys
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -20,21 +18,12 @@ import jax
 import keras
 import numpy as np
 
-from lockstep._errors import (
-    InputError,
-    OptionError,
-    check_depth,
-    file_path,
-    instance_of,
-    real_number,
-    shown,
-    truth,
-    whole_number,
-)
+from lockstep._errors import InputError, OptionError, check_depth, instance_of, real_number, shown, truth, whole_number
 from lockstep._keras import graph, trainer
 from lockstep._keras.patches import FIT_INPUT, install
 from lockstep._keras.trainer import interceptable
 from lockstep.data.cache import CachedSource, DeviceSource, FileBatchStore
+from lockstep.data.input_options import InputOptions
 from lockstep.data.keras_adapter import KerasInput
 from lockstep.data.process_group import ProcessGroup
 from lockstep.data.sources import AdapterSource, InputSource, Pending, check_data, make_source
@@ -46,50 +35,11 @@ _SMALL_BATCH = 1 << 20  # bytes
 _STEPS = {"fit": "steps_per_epoch", "evaluate": "steps", "predict": "steps"}
 
 
-@dataclass(frozen=True)
-class InputOptions:
-    """Options of prefetching and caching, for ``tf.distribute.InputOptions`` and for ``prefetch`` and ``cache`` of tf.data.
-
-    Args:
-        prefetch: number of batches that are placed on the devices ahead of the step. A separate thread reads and places
-            them, except arrays on CPU devices and arrays of which a batch has at most 1 MiB, which need neither. 0: each batch is read when its step is due.
-        cache: where the batches of the first epoch of ``fit`` are kept for later epochs. None: they are read again.
-            ``"memory"``: on the host. ``"device"``: on the devices; arrays are copied whole to each device and shuffled
-            there, in the order that they would have on the host. A path: in that file, or, of several workers, each in a file
-            of its own, with its number at the end. The cache lasts as long as the call of ``fit``.
-
-    Raises:
-        OptionError: one of them is out of its range.
-
-    Example:
-        >>> import lockstep
-        >>> options = lockstep.InputOptions(prefetch=4, cache="memory")
-        >>> strategy = lockstep.MirroredStrategy(input_options=options)
-    """
-
-    prefetch: int = 2
-    cache: str | os.PathLike[str] | None = None
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "prefetch", whole_number("InputOptions: prefetch", self.prefetch, minimum=0))
-        if self.cache is not None:
-            file_path("InputOptions: cache", self.cache, 'None, "memory", "device" or a path')
-
-
-def check_input_options(name: str, options: object) -> InputOptions:
-    """Return an argument of a strategy or a data set that must be an InputOptions.
-
-    Raises:
-        OptionError: it is something else.
-    """
-    return instance_of(InputOptions, name, options, "a lockstep.InputOptions or None")
-
-
 # (model; inputs, targets and weights as given; further arguments by name) -> a function to call with the first batch on the host, or None
 ObserveFit = Callable[[keras.Model, tuple[Any, Any, Any], dict[str, Any]], Callable[[Any], None] | None]
 
 
-class FitEntry:
+class FitWrapper:
     """Replaces fit, evaluate and predict of one strategy's models, and makes their inputs.
 
     Args:

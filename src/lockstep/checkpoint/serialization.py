@@ -349,7 +349,7 @@ class Loaded:
     Args:
         step: number of steps that were trained.
         arrays: by name; numbers in the byte order of this machine.
-        metadata: see :class:`lockstep.checkpoint.files.Snapshot`.
+        metadata: see :class:`lockstep.checkpoint.serialization.Snapshot`.
         path: its directory.
         sha256: of its manifest, in hexadecimal digits.
     """

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from lockstep.distributed.cluster.membership import WorkerGroup
-from lockstep.tools.cluster_test import SIZES, report, run_cluster_test
+from lockstep.tools.cluster_check import SIZES, report, run_cluster_check
 
 
 @dataclass
@@ -29,7 +29,7 @@ class Echo:
 
 def outcome(reduce, seconds):
     session = Echo(WorkerGroup(3, 1, "127.0.0.1:12421"))
-    measured, clocks = run_cluster_test(session, jax.devices()[:3], reduce, seconds)
+    measured, clocks = run_cluster_check(session, jax.devices()[:3], reduce, seconds)
     return [one for one in measured if 1 in one.workers], clocks  # This one knows nothing of the others.
 
 
@@ -59,7 +59,7 @@ def test_where_all_is_right_every_size_has_its_time():
 def test_run_cluster_test_ends_at_a_hanging_worker_whose_peer_raised():
     never = threading.Event()
     session = Echo(WorkerGroup(3, 1, "127.0.0.1:12421"), "ValueError: connection refused")
-    measured, _ = run_cluster_test(session, jax.devices()[:3], lambda placement, own: never.wait(60), 0.2)
+    measured, _ = run_cluster_check(session, jax.devices()[:3], lambda placement, own: never.wait(60), 0.2)
     never.set()
     assert [one.workers for one in measured] == [(0, 1)]
 
