@@ -4,11 +4,12 @@ import sys
 from types import SimpleNamespace
 
 import jax
+import keras
 import numpy as np
 import pytest
 
 from lockstep.devices.placement import placement_on
-from lockstep.distributed.consistency import DriftCheck, agree_on_random_state
+from lockstep.distributed.consistency import DriftCheck, agree_on_random_state, describe_model
 
 KERNEL, BIAS = np.arange(12, dtype=np.float32).reshape(3, 4), np.asarray([True, False])
 
@@ -66,3 +67,9 @@ def test_torch_gets_one_seed_if_its_numbers_differ(monkeypatch):
         agree(torch, lambda own: told)
     assert chief.seed == other.seed
     assert said == ["torch has no seed, or another one on each worker; all workers give it one now"] * 2
+
+
+def test_a_model_that_was_never_compiled_is_described_by_its_layers_and_variables():
+    """``predict`` needs no optimizer; in a scope, parts of a compiled model are such models."""
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+    assert list(describe_model(model)["variables"]) == [variable.path for variable in model.variables]

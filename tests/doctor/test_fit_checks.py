@@ -279,3 +279,13 @@ def test_a_mesh_that_shards_little_is_named(hidden, is_found):
     found = on_mesh({"net/hidden_0/kernel": (None, "model"), "net/hidden_1/kernel": (None, "model")}, hidden)
     assert ("variables-whole" in found) == is_found
     assert not is_found or "'net/hidden_1/kernel'" in found["variables-whole"].what
+
+
+def test_weights_that_are_whole_by_design_are_no_finding():
+    strategy = lockstep.MirroredStrategy(["cpu:0", "cpu:1"], shard="optimizer")
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(256), keras.layers.Dense(64)])
+        model.compile(keras.optimizers.SGD(momentum=0.9), "mse")
+        model.optimizer.build(model.trainable_variables)
+    report = strategy.doctor(model, np.ones((64, 64)), np.ones((64, 64)), batch_size=16)
+    assert "variables-whole" not in {finding.name for finding in report.findings}

@@ -12,7 +12,7 @@ import lockstep
 from lockstep import ModelError
 from lockstep._keras import trainer
 from lockstep.fit.checkpointing.model_state import variables_of
-from lockstep.parameter_server.gradient_step import GradientStep, names_of, specs_of
+from lockstep.parameter_server.gradient_step import GradientStep, iterations_of, names_of, specs_of
 from lockstep.parameter_server.sharding import FixedShardsPartitioner
 from lockstep.parameter_server.variable_client import BatchPart
 from tests.parameter_server.own_step import OwnStep
@@ -214,3 +214,10 @@ def test_parts_of_a_batch_on_several_workers_train_as_the_batch_on_one_device(pa
                 found = step(values, others, metrics, (x[mine], y[mine]), number)
                 clients[index].push(found.gradients, weight=len(mine), part=part)
         assert_close(clients[0].pull().values(), values_of(plain).values())  # Five steps of float32.
+
+
+def test_accumulated_gradients_have_no_number_of_iterations_also_while_fit_has_taken_the_values_out():
+    model = made(optimizer=lambda: keras.optimizers.SGD(0.1, gradient_accumulation_steps=2))
+    for variable in model.optimizer.variables:
+        variable._value = None
+    assert iterations_of(model) is None

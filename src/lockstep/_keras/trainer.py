@@ -30,7 +30,7 @@ from keras.src.trainers.data_adapters.data_adapter_utils import get_jax_iterator
 from keras.src.trainers.data_adapters.data_adapter_utils import unpack_x_y_sample_weight as unpack_x_y_sample_weight
 from keras.src.utils.rng_utils import get_random_seed as get_random_seed
 
-from lockstep._errors import BackendError, ModelError
+from lockstep._errors import BackendError, ModelError, OptionError, shown, summary_of
 from lockstep._keras.patches import (
     CLAIM_MODELS,
     INTERCEPT_FIT,
@@ -385,6 +385,36 @@ def learning_rate_on_host(optimizer: keras.optimizers.Optimizer) -> Any:
     if isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule):
         return schedule(np.asarray(keras.ops.convert_to_numpy(optimizer._iterations)))
     return optimizer.learning_rate
+
+
+def optimizer_maker(optimizer: keras.optimizers.Optimizer) -> Callable[[], keras.optimizers.Optimizer]:
+    """Return a function that makes an optimizer of the present configuration, with the same schedule of the learning rate.
+
+    Raises:
+        OptionError: Keras cannot make one; the function may raise it, too.
+    """
+    with _explained(optimizer):
+        config = optimizer.get_config()  # Not while a program is traced: it reads values.
+    if isinstance(getattr(optimizer, "_learning_rate", None), keras.optimizers.schedules.LearningRateSchedule):
+        config["learning_rate"] = optimizer._learning_rate  # Its class need not be registered.
+
+    def make() -> keras.optimizers.Optimizer:
+        with _explained(optimizer):
+            return type(optimizer).from_config(dict(config))
+
+    return make
+
+
+@contextlib.contextmanager
+def _explained(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        raise OptionError(
+            f"{type(optimizer).__name__}: each server needs an optimizer of its own, and Keras cannot make one from the configuration: "
+            f"{shown(summary_of(error))}. Fix: give the class a get_config with all arguments of its constructor, and register classes "
+            "and functions in it with keras.saving.register_keras_serializable."
+        ) from error
 
 
 def keep_learning_rates(optimizer: Any, restored: Sequence[Any], now: Sequence[Any]) -> list[Any]:

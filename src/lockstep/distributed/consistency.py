@@ -125,7 +125,8 @@ def _agree_on_torch(client: ControlClient, log: Callable[[str], None]) -> None:
 
 def describe_model(model: keras.Model) -> dict[str, Any]:
     """Return what must be equal of a model: its layers, how it was compiled, and the checksums of its variables."""
-    variables = [*model.variables, *(model.optimizer.variables if model.optimizer else [])]
+    optimizer = getattr(model, "optimizer", None)  # A model that was never compiled has no such attribute.
+    variables = [*model.variables, *(optimizer.variables if optimizer else [])]
     return {
         "layers": {layer.name: _config(layer.get_config) for layer in model.layers},
         "compile": _config(model.get_compile_config),

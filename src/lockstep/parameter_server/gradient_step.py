@@ -236,6 +236,8 @@ class GradientStep:
 
 def iterations_of(model: keras.Model) -> int | None:
     """Return the number of ``optimizer.iterations`` among the optimizer's variables; None if gradients are accumulated: Keras then computes it."""
+    if model.optimizer.gradient_accumulation_steps:
+        return None
     found = [number for number, one in enumerate(variables_of(model)[2]) if one is model.optimizer.iterations]
     return found[0] if found else None
 

@@ -214,10 +214,10 @@ class _Reference(keras.Variable):
 
 def _slots_of(optimizer: keras.optimizers.Optimizer, specs: Sequence[ArraySpec]) -> list[_Slot]:
     """Return the variables that an optimizer of this configuration makes for these variables, in its order."""
-    config, found = optimizer.get_config(), []
+    make, found = trainer.optimizer_maker(optimizer), list[_Slot]()
 
     def build() -> None:
-        another = type(optimizer).from_config(config)
+        another = make()
         variables = []
         for number, spec in enumerate(specs):
             variables.append(make_variable(spec, kind=_Reference))

@@ -202,8 +202,8 @@ class ProcessContext:
         """
         if isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer):
             raise OptionError(
-                f"Model {model.name!r}: LossScaleOptimizer changes its scale with each update, of which workers that do not wait would "
-                "not know. Fix: use mixed_bfloat16, which needs no loss scale, in place of mixed_float16."
+                f"Model {model.name!r}: LossScaleOptimizer changes its scale with each update, which would be on servers, where the "
+                "workers that scale their losses do not see it. Fix: use mixed_bfloat16, which needs no loss scale, in place of mixed_float16."
             )
         plan = plan_shards(specs_of(model), len(self.role.servers), self.partitioner)
         check_optimizer(model.optimizer, plan, rules_of(model))

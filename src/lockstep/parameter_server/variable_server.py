@@ -12,6 +12,7 @@ import keras
 import numpy as np
 
 from lockstep._array_encoding import ArraySpec
+from lockstep._keras.trainer import optimizer_maker
 from lockstep._logging import log_info
 from lockstep.distributed.control.handshake import Peer
 from lockstep.distributed.control.transport import ProtocolError
@@ -257,7 +258,7 @@ def serve(
         OptionError: the optimizer's update would be another one on servers, or ``max_staleness`` is out of its range.
     """
     check_optimizer(optimizer, plan, rules)
-    own = type(optimizer).from_config(optimizer.get_config())
+    own = optimizer_maker(optimizer)()
     known = plan.identity_of(number) | dict(identity or {})
     me = Peer(number, plan.servers, socket.gethostname(), os.getpid(), identity=known, information={"job": "ps"})
     service = VariableService(VariableStore(plan.specs_at(number), own, rules), max_staleness, refuse_nonfinite)

@@ -12,6 +12,7 @@ import numpy as np
 
 from lockstep._array_encoding import ArraySpec
 from lockstep._errors import OptionError
+from lockstep._keras.trainer import optimizer_maker
 from lockstep.parameter_server.sharding import variable_name
 from lockstep.parameter_server.sparse_rows import Gradient, SparseGradient, mean_gradient, pad_rows
 
@@ -169,7 +170,7 @@ class VariableStore:
 
     def _initial_optimizer_values(self, state: Mapping[str, np.ndarray]) -> list[np.ndarray]:
         """Return the optimizer's state before its first update, which may depend on the variables (ScheduleFreeAdamW)."""
-        another = type(self._optimizer).from_config(self._optimizer.get_config())
+        another = optimizer_maker(self._optimizer)()
         with jax.default_device(self._device):
             another.build([make_variable(spec, state[spec.name]) for spec in self.specs])
         return [np.array(variable.value) for variable in another.variables]
