@@ -104,10 +104,11 @@ def _dtypes(names: Sequence[str]) -> list[np.dtype]:
 
 def _dtype(name: Any) -> np.dtype:
     try:
-        known = jnp.dtype(name).name if name is not None else None
+        # NumPy parses other texts than names, some as Python.
+        known = name if name is None or isinstance(name, str) else jnp.dtype(name).name
     except (TypeError, ValueError, RecursionError):
         known = None
-    if known not in KNOWN_DTYPES or (isinstance(name, str) and known != name):
+    if known not in KNOWN_DTYPES:
         raise OptionError(f"dtypes: expected names such as 'float32', got {shown(name)}.")
     return KNOWN_DTYPES[known]
 

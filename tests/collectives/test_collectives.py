@@ -172,7 +172,9 @@ def test_an_operation_that_changes_its_mind_is_caught():
         check_cross_device_ops(moody, ["cpu:0"], dtypes=["float32"], shapes=[(3,)])
 
 
-@pytest.mark.parametrize(("dtypes", "message"), [("float32", "expected a list of names"), (["float33"], "float33")])
+@pytest.mark.parametrize(
+    ("dtypes", "message"), [("float32", "expected a list of names"), (["float33"], "float33"), ([","], "got .,.")]
+)
 def test_unknown_dtypes_are_refused(dtypes, message):
     with pytest.raises(lockstep.OptionError, match=message):
         check_cross_device_ops("auto", ["cpu:0"], dtypes=dtypes)
