@@ -57,14 +57,18 @@ def trained(net, small, strategy=None, epochs=2, **options):
 def difference(weights, others):
     """Largest difference between two lists of weights, relative to the largest weight of each array.
 
-    An array below 1e-5 counts as that large: the gradient of the bias of an attention's keys is zero, and what such a bias gets is
-    rounding alone, about 1e-10.
+    An array that is below 1e-9 in both lists is zero with rounding, as the bias of an attention's keys is, whose gradient is zero.
     """
-    return max(
-        float(np.abs(one - other).max() / max(np.abs(other).max(), 1e-5)) if np.isfinite(one).all() else float("inf")
-        for one, other in zip(weights, others, strict=True)
-        if one.size
-    )
+    return max(relative_difference(one, other) for one, other in zip(weights, others, strict=True) if one.size)
+
+
+def relative_difference(one, other):
+    """Largest difference of two arrays, relative to the largest entry of ``other``."""
+    if not np.isfinite(one).all():
+        return float("inf")
+    if max(np.abs(one).max(), np.abs(other).max()) < 1e-9:
+        return 0.0
+    return float(np.abs(one - other).max() / max(np.abs(other).max(), 1e-6))
 
 
 def digest(weights):

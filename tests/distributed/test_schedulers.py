@@ -358,3 +358,10 @@ def test_a_ray_that_cannot_tell_where_worker_0_is():
     fixed = {**ray(1), "LOCKSTEP_COORDINATOR": "n1:5000"}
     assert RayClusterResolver(fixed, ray=asked).group().coordinator == "n1:5000"
     assert RayClusterResolver(ray(0), ray=FakeRay(Context(0, 1))).group().coordinator == "127.0.0.1:12421"
+
+
+def test_a_job_set_whose_name_has_spaces_around_it_has_one_name_for_pods_and_service():
+    plain, spaced = (
+        KubernetesClusterResolver({**job_set(1), "JOBSET_NAME": name}).group().addresses for name in ("all", " all ")
+    )
+    assert spaced == plain

@@ -17,7 +17,7 @@ import keras
 import numpy as np
 
 import lockstep
-import lockstep.checkpoint.serialization as checkpoint_files
+from lockstep.checkpoint import serialization
 from lockstep.distributed.control.connect import _Join
 from lockstep.fit.checkpointing.fit_checkpoint import FitCheckpoint
 from lockstep.parameter_server import evaluator
@@ -89,12 +89,12 @@ def install():
     before(VariableService, "_push", "step", 3)
     before(Validates, "on_test_batch_end", "validation", 2)
     before(evaluator, "_evaluate", "validation")
-    write, checkpoints = checkpoint_files.write_arrays, itertools.count(1)
+    write, checkpoints = serialization.write_arrays, itertools.count(1)
 
     def write_arrays(file, arrays):
         return write(file, Arrays(arrays) if next(checkpoints) == 2 else arrays)
 
-    checkpoint_files.write_arrays = write_arrays
+    serialization.write_arrays = write_arrays
 
 
 def strategy():

@@ -56,7 +56,7 @@ def test_where_all_is_right_every_size_has_its_time():
     assert "Every pair of workers computed correct sums." in text
 
 
-def test_run_cluster_test_ends_at_a_hanging_worker_whose_peer_raised():
+def test_run_cluster_check_ends_at_a_hanging_worker_whose_peer_raised():
     never = threading.Event()
     session = Echo(WorkerGroup(3, 1, "127.0.0.1:12421"), "ValueError: connection refused")
     measured, _ = run_cluster_check(session, jax.devices()[:3], lambda placement, own: never.wait(60), 0.2)

@@ -75,10 +75,9 @@ def _job_names(variables: EnvReader, jobs: int) -> list[str]:
 
 def _service(variables: EnvReader) -> str:
     """Return the headless service that names the pods; a JobSet makes one with its own name."""
-    given = "SERVICE_NAME" in variables.environ or "JOBSET_NAME" not in variables.environ
-    return variables.text(
-        *(("SERVICE_NAME", "the headless service") if given else ("JOBSET_NAME", "the name of the JobSet"))
-    )
+    if "SERVICE_NAME" in variables.environ or "JOBSET_NAME" not in variables.environ:
+        return variables.text("SERVICE_NAME", "the headless service")
+    return variables.text("JOBSET_NAME", "the name of the JobSet")
 
 
 class LeaderWorkerSetClusterResolver(EnvironmentResolver):
