@@ -316,8 +316,11 @@ def test_the_mean_of_many_numbers_of_16_bits_is_that_of_numpy_in_32(strategy, dt
     found = strategy.reduce("MEAN", one_batch(strategy, x), axis=0)
     assert found.dtype == x.dtype
     assert float(found) == float(jnp.asarray(np.asarray(x, "float32").mean(), dtype))
-    large = strategy.experimental_distribute_values_from_function(lambda _: jnp.asarray(30_000.0, dtype))
-    assert float(strategy.reduce("MEAN", large, axis=None)) == float(jnp.asarray(30_000.0, dtype))
+    large = strategy.experimental_distribute_values_from_function(lambda _: jnp.asarray(60_000.0, dtype))
+    in_replicas = strategy.run(lambda value: get_replica_context().all_reduce("MEAN", value), (large,))
+    for mean in (strategy.reduce("MEAN", large, axis=None), in_replicas):
+        assert mean.dtype == x.dtype
+        assert float(mean) == float(jnp.asarray(60_000.0, dtype))
 
 
 def test_reduce_over_another_axis_and_of_a_shared_value():

@@ -10,7 +10,9 @@ import pytest
 from lockstep import ClusterError, OptionError
 from lockstep._logging import CancelledError, is_cancelled
 from lockstep.distributed.control.connect import open_control_channel
+from lockstep.distributed.control.control_client import _HeartbeatState
 from lockstep.distributed.control.failure_detector import FailureKind
+from lockstep.distributed.control.handshake import Peer
 from lockstep.distributed.worker_process_group import coordinate_saving
 from tests.distributed.threaded_job import ThreadedJob
 from tests.support.waiting import DEADLINE, wait_until
@@ -303,6 +305,18 @@ def test_unknown_messages_are_for_a_later_version_and_harm_nothing():
     with ThreadedJob(2) as job:
         job.sessions[1]._send({"kind": "news"})
         assert job.everyone(lambda session: session.gather("rows", 1)) == [[1, 1]] * 2
+
+
+def test_a_pause_of_this_process_at_any_moment_is_no_silence_of_the_chief():
+    now = [0.0]
+    state = _HeartbeatState(Peer(0, 2, "here", 70), lambda: now[0])
+    assert state.message["seconds"] == 0
+    now[0] += 60  # Suspended between the heartbeat and the look at the chief.
+    assert state.silence == 0
+    now[0] += 60
+    assert state.message["seconds"] == 0
+    now[0] += 1
+    assert state.silence == state.message["seconds"] == 1
 
 
 def test_saying_how_far_one_is_costs_next_to_nothing():

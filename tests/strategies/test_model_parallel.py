@@ -569,6 +569,28 @@ def test_a_rule_for_an_output_shards_no_rows_unevenly(rows):
         np.testing.assert_allclose(ours, expected, rtol=1e-4, atol=1e-5)
 
 
+class Encoder(layers.Layer):
+    """A layer that says nothing of masks, so that its output has the one of the layer in it."""
+
+    def build(self, shape):
+        self.words = layers.Embedding(20, 8, mask_zero=True)
+        self.words.build(shape)
+
+    def call(self, words):
+        return self.words(words)
+
+
+def test_a_rule_for_an_output_keeps_its_mask():
+    words = np.array([[1, 2, 0, 0], [3, 4, 5, 0]] * 2)
+    model_layers = [Encoder(name="encoder"), layers.GlobalAveragePooling1D(), layers.Dense(1)]
+    plain = keras.Sequential([keras.Input((4,), dtype="int32"), *model_layers], name="net")
+    rules = {"net/encoder/output": ("data", None, "model")}
+    with lockstep.ModelParallelStrategy({"data": 2, "model": 2}, rules, devices=CPUS).scope():
+        model = keras.Sequential([keras.Input((4,), dtype="int32"), *model_layers], name="net")
+        model.compile("sgd", "mse")
+    np.testing.assert_allclose(model.predict(words, verbose=0), plain.predict(words, verbose=0), rtol=1e-5)
+
+
 def test_a_rule_for_an_output_with_another_number_of_axes_is_refused():
     with pytest.raises(lockstep.ModelError, match=r"rule 'up/output' has 1 axes, \('data',\), and 'up/output' has 2"):
         train(layout=MEGATRON | {"up/output": ("data",)}, epochs=1)

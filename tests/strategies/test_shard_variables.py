@@ -336,6 +336,21 @@ def test_variables_are_sharded_when_they_are_made_and_when_they_are_loaded(tmp_p
     np.testing.assert_array_equal(np.asarray(kernel.value), weights[0])
 
 
+def test_a_step_shards_variables_that_are_older_than_the_scope_and_leaves_metrics_whole():
+    model = keras.Sequential([keras.Input((64,)), layers.Dense(128, name="hidden"), layers.Dense(64, name="last")])
+    with lockstep.MirroredStrategy(["cpu:0", "cpu:1"], **SHARDED).scope():
+        model.compile(
+            "adam", "sparse_categorical_crossentropy", metrics=[keras.metrics.MeanIoU(64, sparse_y_pred=False)]
+        )
+    model.fit(np.ones((4, 64), "float32"), np.arange(4), verbose=0)
+    model.set_weights(model.get_weights())
+    model.reset_metrics()
+    large = [one for one in (*model.weights, *model.optimizer.variables) if one.shape == (64, 128)]
+    assert [parts_of(one) for one in large] == [2, 2, 2]
+    (seen,) = [one for one in model.metrics_variables if one.shape == (64, 64)]
+    assert parts_of(seen) == 1
+
+
 def test_variables_of_an_optimizer_alone_are_sharded_when_they_are_made_and_when_they_are_loaded(tmp_path):
     strategy = lockstep.MirroredStrategy(["cpu:0", "cpu:1"], shard="optimizer")
     with strategy.scope():

@@ -102,7 +102,11 @@ class ReplicaContext:
         check_arrays("all_reduce", value)
         leaves, structure = jax.tree.flatten(value)
         leaves = [as_floating(leaf) if op is ReduceOp.MEAN else bools_as_integers(leaf) for leaf in leaves]
-        return jax.tree.unflatten(structure, self._reduced(op, leaves, structure=structure))
+        dtypes = [leaf.dtype for leaf in leaves]
+        if op is ReduceOp.MEAN:
+            leaves = [leaf.astype(dtype_of_mean(leaf.dtype)) for leaf in leaves]
+        found = self._reduced(op, leaves, structure=structure)
+        return jax.tree.unflatten(structure, [x.astype(dtype) for x, dtype in zip(found, dtypes, strict=True)])
 
     def _sum_of_state(self, leaves: list[Any]) -> list[Any]:
         """Return sums over the replicas in the dtypes of the arrays, whichever operation adds gradients."""
@@ -283,6 +287,11 @@ def as_floating(value: Any) -> jax.Array:
     """Return a value as a floating-point array, so that it has a mean; floating-point dtypes stay."""
     array = jnp.asarray(value)
     return array if jnp.issubdtype(array.dtype, jnp.inexact) else array.astype(jnp.result_type(float))
+
+
+def dtype_of_mean(dtype: Any) -> Any:
+    """Return the dtype in which a mean is computed: float32 at least, as the sum of many float16 may be infinite."""
+    return jnp.promote_types(dtype, jnp.float32)
 
 
 class ReplicaModels:

@@ -36,7 +36,13 @@ from lockstep.custom_loops.per_replica import (
     sum_over_replicas,
     value_of,
 )
-from lockstep.custom_loops.replica_context import ReplicaContext, as_floating, check_not_in_replica, in_context
+from lockstep.custom_loops.replica_context import (
+    ReplicaContext,
+    as_floating,
+    check_not_in_replica,
+    dtype_of_mean,
+    in_context,
+)
 from lockstep.custom_loops.replica_runner import run_on_replicas
 from lockstep.data.input_options import InputOptions, check_input_options
 from lockstep.data.process_group import ProcessGroup
@@ -248,8 +254,8 @@ class StrategyApi:
         count: int = self._placement.replicas
         value = jax.tree.map(as_floating if op is ReduceOp.MEAN else bools_as_integers, value)
         dtype = value.groups[0].dtype
-        if op is ReduceOp.MEAN:  # In float32 at least, like jnp.mean: the sum of many float16 may be infinite.
-            value = jax.tree.map(lambda array: array.astype(jnp.promote_types(dtype, jnp.float32)), value)
+        if op is ReduceOp.MEAN:
+            value = jax.tree.map(lambda array: array.astype(dtype_of_mean(dtype)), value)
         if axis is not None:
             for array in value.groups:
                 check_axis("strategy.reduce: axis", array.shape[1:], axis)

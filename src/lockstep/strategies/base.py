@@ -16,7 +16,7 @@ from lockstep._keras import trainer
 from lockstep._keras.batch_normalization import unsynchronized_normalizations
 from lockstep._keras.graph import global_batch_reason
 from lockstep._keras.patches import value_in_context
-from lockstep._keras.variable_placement import VariableSharder, lay_out
+from lockstep._keras.variable_placement import VariableSharder, has_layout, lay_out
 from lockstep._logging import counted, log_info
 from lockstep.custom_loops.replica_context import ReplicaModels, open_scopes
 from lockstep.data.fit_wrapper import FitWrapper
@@ -342,12 +342,18 @@ class Strategy(Diagnostics):
             return
         with value_in_context(_built_for, self), trainer.claim_models(_current_claim, _current_sharder), in_step():
             yield
-        optimizer = getattr(model, "optimizer", None)
-        for variable in optimizer.variables if optimizer else ():  # Some may be older than the scope.
-            lay_out(variable, self._sharder.sharding_of(variable, tuple(variable.shape)), self._sharder)
-        if self._shard == "optimizer":
-            for variable in model.variables:  # They get averages from the optimizer, which are sharded.
-                lay_out(variable, self._placement.replicated, self._sharder)
+        self._lay_out_variables(model, self._sharder)
+
+    def _lay_out_variables(self, model: keras.Model, sharder: VariableSharder) -> None:
+        """Lay a model's variables over the devices as a step returns them; some may be older than the scope."""
+        optimizer, replicated = getattr(model, "optimizer", None), self._placement.replicated
+        older = [variable for variable in model.variables if self._shards_variables and not has_layout(variable)]
+        for variable in (*older, *(optimizer.variables if optimizer else ())):
+            lay_out(variable, sharder.sharding_of(variable, tuple(variable.shape)), sharder)
+        for variable in filter(has_layout, model.metrics_variables):
+            lay_out(variable, replicated, sharder)
+        for variable in model.variables if self._shard == "optimizer" else ():
+            lay_out(variable, replicated, sharder)  # They get averages from the optimizer, which are sharded.
 
     def _executor_of(self, model: keras.Model) -> Executor | None:
         """Return what runs the steps of a model; None before it is this strategy's."""

@@ -33,7 +33,8 @@ def test_sharded_variables_of_two_workers_are_as_those_of_one_process(job, shard
     assert chief["parts"] == [2, 0]  # The second directory is on the chief's disk.
     assert here < most * everywhere
     assert (chief["zeros"], chief["same again"], chief["trained on"], chief["checked"]) == (0.0, [True, True], True, 64)
-    for name in ("model.keras", "best.keras"):
+    assert chief["read"] == 8
+    for name in ("model.keras", "best.keras", "made_before.keras"):
         keras.models.load_model(run.folder / name)
 
 

@@ -391,6 +391,15 @@ def test_numbers_of_the_host_in_a_loop_are_not_narrowed(tmp_path):
     assert isinstance(found["weights"], jax.Array)
 
 
+def test_a_loop_that_has_another_number_of_replicas_says_so(tmp_path, caplog):
+    caplog.set_level("INFO", "lockstep")
+    for replicas in (2, 2, 3):
+        with lockstep.MirroredStrategy(["cpu:0"], replicas=replicas).checkpoint(tmp_path, save_freq=1) as checkpoint:
+            state, step = checkpoint.restore(np.zeros(2, "float32"))
+            checkpoint.save(step + 1, state)
+        assert ("had 2 replicas and now has 3" in caplog.text) is (replicas == 3)
+
+
 @pytest.mark.parametrize("kind", ["threefry2x32", "rbg"])
 def test_keys_of_random_numbers_in_a_loop_go_on(kind, tmp_path):
     strategy = lockstep.MirroredStrategy(["cpu:0", "cpu:1"])

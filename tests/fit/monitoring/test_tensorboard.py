@@ -1,5 +1,6 @@
 """What TensorBoard's own reader finds in the files, beside what Keras's history says."""
 
+import contextlib
 import json
 import os
 import random
@@ -181,6 +182,19 @@ def test_a_run_that_goes_on_has_each_step_once(tmp_path, at):
     assert curve(found, "epoch_loss") == floats(logs["loss"], range(3))
     steps = [step for step, _ in found["time/step"]]
     assert steps == sorted(set(steps))
+
+
+def test_the_step_at_which_a_run_is_preempted_is_written(tmp_path):
+    def stop(batch, logs):
+        if batch == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    for callbacks in ([keras.callbacks.LambdaCallback(on_train_batch_end=stop)], []):
+        with contextlib.suppress(SystemExit):
+            fit(built(), TensorBoard(tmp_path / "logs", update_freq=1), *callbacks, BackupAndRestore(tmp_path / "run"))
+    steps = [step for step, _ in shown(tmp_path / "logs" / "train")["batch_loss"]]
+    assert steps == list(range(1, len(steps) + 1))
+    assert len(steps) >= STEPS
 
 
 def test_a_second_fit_counts_on(tmp_path):

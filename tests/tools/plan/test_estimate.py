@@ -113,6 +113,10 @@ def test_the_first_batch_is_read_as_fit_reads_it():
     assert TrainingCall.of_fit(model, (x, y), {"validation_split": 0.2}).rows == 40
     call = TrainingCall.of_fit(model, (x, y), {"batch_size": 64})
     assert (call.batch, call.rows, call.has_own_batches) == (50, 50, False)
+    call = TrainingCall.of_fit(model, (x, y), {"steps_per_epoch": 4, "validation_split": 0.2})
+    assert (call.batch, call.rows) == (10, 40)
+    call = TrainingCall.of_fit(model, (x, y), {"validation_split": 0.2, "validation_data": (x[:5], y[:5])})
+    assert (call.batch, call.rows) == (32, 50)
     batches = ((x[first : first + 6], y[first : first + 6]) for first in (0, 6, 12))
     call = TrainingCall.of_fit(model, (batches,), {"steps_per_epoch": 3})
     assert (call.batch, call.rows, call.has_own_batches) == (6, None, True)

@@ -326,7 +326,6 @@ class ControlClient:
         self._confirmed.set()
 
     def _send_heartbeat(self) -> None:
-        self._heartbeat.tick()
         self._connection.send(encode(self._heartbeat.message | {"metadata": self.metadata()}))
         if self._heartbeat.silence > self._limits.timeout and not self._is_disconnected:
             self._set_failure(self._heartbeat.silent_chief())
@@ -441,21 +440,17 @@ class _HeartbeatState:
         """Note that the chief has sent something."""
         self._heard = self._clock()
 
-    def tick(self) -> None:
-        """Note that this process runs, before each heartbeat."""
-        self._suspends.tick()
-
     @property
     def message(self) -> dict[str, Any]:
         """The heartbeat for the chief."""
         step, activity, since = self._now
-        age = max(0.0, self._clock() - max(since, self._suspends.since))
+        age = max(0.0, self._suspends.tick() - max(since, self._suspends.since))
         return {"kind": "heartbeat", "step": int(step), "activity": activity, "seconds": age}
 
     @property
     def silence(self) -> float:
-        """Seconds since the chief's last message, while this process was not suspended."""
-        return self._clock() - max(self._heard, self._suspends.since)
+        """Seconds since the chief's last message, while this process was not suspended; it may be at any moment."""
+        return self._suspends.tick() - max(self._heard, self._suspends.since)
 
     def silent_chief(self) -> Failure:
         """Return the failure that the chief is silent."""

@@ -19,7 +19,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from lockstep._errors import DeviceError, ModelError, OptionError, named_arguments, shown, whole_number
-from lockstep._keras.graph import cause_of, layers_of, training_argument
+from lockstep._keras.graph import cause_of, copy_keras_mask, layers_of, training_argument
 from lockstep._keras.variable_placement import has_layout
 from lockstep.devices.names import platform_of
 from lockstep.devices.placement import DEVICE_AXIS, MeshPlacement, PlacedRows, is_large, is_rows
@@ -393,7 +393,8 @@ class ModelShardings:
         axes = options.rules and options.rules.axes_for(_output_path(layer), value.shape)
         if not axes:
             return value
-        return jax.lax.with_sharding_constraint(value, options.sharding(options.axes.fitting(axes, value.shape)))
+        sharding = options.sharding(options.axes.fitting(axes, value.shape))
+        return copy_keras_mask(value, jax.lax.with_sharding_constraint(value, sharding))
 
     def layout(self) -> ModelLayout:
         """Return where the variables lie, with the reason for each."""

@@ -91,6 +91,12 @@ class Checkpoint:
                 "it was, or take another directory."
             )
         restore_random_state(metadata["random"])
+        before, replicas = metadata.get("replicas"), self._placement.replicas
+        if before != replicas:
+            self._log(
+                f"the loop that is resumed had {before} replicas and now has {replicas}: what each replica draws or normalizes for itself "
+                f"differs. Fix: replicas={before}, if that matters"
+            )
         self._step = step
         self._log(f"resumes from {self._store.directory} at step {step}")
         leaves = [self._like(leaf, arrays[name]) for leaf, name in zip(jax.tree.leaves(state), names, strict=True)]

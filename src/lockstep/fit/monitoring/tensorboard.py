@@ -300,8 +300,13 @@ class TensorBoard(MonitorCallback):
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """See Keras."""
+        is_due = self.histogram_freq and epoch % self.histogram_freq == 0
+        weights = _weights_on_host(self.model) if is_due else ()
         if self._run:
-            self._run.end_epoch(epoch, logs or {}, self.model)
+            self._run.end_epoch(epoch, logs or {}, self.model, weights)
+        else:
+            for _ in weights:  # All workers read those that are sharded together; the chief writes.
+                pass
 
 
 class _FitRecorder(StepHook):
@@ -356,16 +361,17 @@ class _FitRecorder(StepHook):
             speed = self._attachment.numbers_of(self._timer.recent)
             self._pending = (self.step, logs, self._steps_per_second("batch_", speed) | speed)
 
-    def end_epoch(self, epoch: int, logs: Mapping[str, Any], model: keras.Model) -> None:
-        """Write the logs of an epoch."""
+    def end_epoch(
+        self, epoch: int, logs: Mapping[str, Any], model: keras.Model, weights: Iterable[tuple[str, np.ndarray]]
+    ) -> None:
+        """Write the logs of an epoch, and histograms of the weights, given by path."""
         self._write_pending()
         speed = self._attachment.numbers_of(self._timer.of_epoch)
         named = {name: value for name, value in logs.items() if name not in NAMES}
         validation = {name.removeprefix("val_"): value for name, value in named.items() if name.startswith("val_")}
         train = {name: value for name, value in named.items() if not name.startswith("val_")}
         train |= _learning_rates(model.optimizer) | self._steps_per_second("", speed)
-        is_due = self._options.histogram_freq and epoch % self._options.histogram_freq == 0
-        self.write("train", epoch, _scalars(_prefixed("epoch_", train)) + (_histograms(model) if is_due else []))
+        self.write("train", epoch, _scalars(_prefixed("epoch_", train)) + _histograms(weights))
         self.write("validation", epoch, _scalars(_prefixed("epoch_", validation)))
         if not self._options.update_freq:  # Else the steps have them.
             self.write("train", self.step, _scalars(speed))
@@ -386,9 +392,11 @@ class _FitRecorder(StepHook):
         self._attachment.log(f"TensorBoard: nothing more is written to {self._options.log_dir}: {error}")
 
     def close(self) -> None:
-        """End the profile and close the files."""
+        """End the profile, write the logs of the last step, after which the run may be preempted, and close the files."""
         if self._profiler:
             self._profiler.stop()
+        with contextlib.suppress(RuntimeError):  # JAX's, if it is this step that has failed.
+            self._write_pending()
         for file in self._files.values():
             file.close()
 
@@ -494,12 +502,16 @@ def _is_speed(name: str) -> bool:
     return name in NAMES or name.endswith("steps_per_second")
 
 
-def _histograms(model: keras.Model) -> list[Value]:
-    weights = [weight for layer in model.layers for weight in layer.weights]
-    arrays = [np.asarray(keras.ops.convert_to_numpy(weight)) for weight in weights]
+def _weights_on_host(model: keras.Model) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield the weights with their paths, one after the other; if they are sharded over workers, all of them call it."""
+    for weight in (weight for layer in model.layers for weight in layer.weights):
+        yield weight.path, np.asarray(keras.ops.convert_to_numpy(weight))
+
+
+def _histograms(weights: Iterable[tuple[str, np.ndarray]]) -> list[Value]:
     return [
-        histogram(f"{weight.path.replace(':', '_')}/histogram", array.astype(np.float64))
-        for weight, array in zip(weights, arrays, strict=True)
+        histogram(f"{path.replace(':', '_')}/histogram", array.astype(np.float64))
+        for path, array in weights
         if array.dtype.kind not in "OSU"
     ]
 

@@ -159,7 +159,7 @@ def compile_target(
         step = compile_step(rows)
         if step.failure and rows == batches[0]:  # The other batches would fail as well.
             return replace(result, failure=step.failure)
-    usable = target.accelerator.usable_memory
+    usable = target.usable_memory
     if is_search and usable is not None:
         compile_step(target.count)  # One row a device: what does not grow with the rows.
         found = largest_batch(list(result.steps), compile_step, usable, target.count)

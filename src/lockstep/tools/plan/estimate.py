@@ -112,14 +112,12 @@ class TrainingCall:
         source = make_source(*data, batch_size=size, steps_per_epoch=steps, class_weight=weights)
         first = next(source.batches())
         own = not (isinstance(source, AdapterSource) and source.is_arrays)
-        rows = None
-        if not own:
-            whole = len(jax.tree.leaves(data[0])[0])
-            rows = int(whole * (1 - (given.get("validation_split") or 0.0)))
-        batch = (
-            count_rows(first) if own else min(size or trainer.DEFAULT_BATCH_SIZE, rows or trainer.DEFAULT_BATCH_SIZE)
-        )
-        return cls(model, first, batch, rows, own)
+        if own:
+            return cls(model, first, count_rows(first), None, own)
+        split = given.get("validation_split") if given.get("validation_data") is None else None
+        rows = int(len(jax.tree.leaves(data[0])[0]) * (1 - (split or 0.0)))
+        size = size or (-(-rows // steps) if steps else trainer.DEFAULT_BATCH_SIZE)
+        return cls(model, first, min(size, rows or size), rows, own)
 
     @property
     def row(self) -> Any:

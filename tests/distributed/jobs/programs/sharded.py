@@ -1,5 +1,6 @@
 """Trains with variables whose shards are on the devices of all workers, and reads, sets, saves and resumes them."""
 
+import contextlib
 import functools
 import shutil
 from pathlib import Path
@@ -23,13 +24,14 @@ if SHARDED["shard"] == "variables":
     SHARDED["recompute"] = "blocks"
 
 
-def build(deterministic=False, use_ema=False, **options):
+def build(deterministic=False, use_ema=False, made_in_scope=True, **options):
     """A compiled model; without options of the first worker alone."""
     keras.utils.set_random_seed(3)
     strategy = make_strategy(replicas=REPLICAS, deterministic=deterministic, **options)
-    with strategy.scope():
+    with strategy.scope() if made_in_scope else contextlib.nullcontext():
         hidden = [layers.Dense(12, activation="tanh", name=f"hidden_{number}") for number in range(3)]
         model = keras.Sequential([keras.Input((12,)), *hidden, layers.Dense(4, name="last")])
+    with strategy.scope():
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         model.compile(keras.optimizers.Adam(0.01, use_ema=use_ema, clipnorm=1.0), loss, metrics=["accuracy"])
     return strategy, model
@@ -108,7 +110,10 @@ def run_workers():
     tell(resumed=resumed(again, folder / "run", "0.001 s"))  # The chief finds when it is time.
     tell(parts=[parts(folder / "run"), parts(folder / "resumed 0")])
 
-    tell(history=fit(build(**SHARDED)[1], 3, sizes=ONE_SHAPE).history["loss"])
+    model = build(made_in_scope=False, **SHARDED)[1]
+    logs = lockstep.callbacks.TensorBoard(folder / "logs", histogram_freq=1)
+    tell(history=fit(model, 3, logs, sizes=ONE_SHAPE).history["loss"], read=len(model.get_weights()))
+    model.save(folder / "made_before.keras")
     strategy, model = build(use_ema=True, **SHARDED)
     best = keras.callbacks.EarlyStopping("loss", mode="max", patience=1, restore_best_weights=True)
     files = keras.callbacks.ModelCheckpoint(folder / "best.keras", monitor="loss", save_best_only=True)
