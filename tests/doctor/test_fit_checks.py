@@ -10,7 +10,7 @@ import pytest
 
 import lockstep
 from lockstep.doctor.base import sample_rows
-from lockstep.doctor.checks import BATCH_CHECKS, CALL_CHECKS
+from lockstep.doctor.check_lists import BATCH_CHECKS, CALL_CHECKS
 
 from .programs import FROM_LOGITS, PROGRAMS, REFUSED, SPARSE, X, Y, dense, net
 
@@ -169,7 +169,7 @@ def test_fit_checks_log_a_check_that_fails_and_train(strategy, caplog, monkeypat
         raise ZeroDivisionError("in a check")
 
     caplog.set_level(logging.INFO, "lockstep")
-    monkeypatch.setattr("lockstep.doctor.checks.BATCH_CHECKS", (broken,))
+    monkeypatch.setattr("lockstep.doctor.check_lists.BATCH_CHECKS", (broken,))
     with strategy.scope():
         model = net(dense(), loss=FROM_LOGITS)
     assert model.fit(X, Y, verbose=0).history["loss"]

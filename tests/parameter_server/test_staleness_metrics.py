@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from lockstep.parameter_server.chief_fit import StalenessMetrics, UpdateCounters
+from lockstep.parameter_server.staleness import StalenessMetrics, UpdateCounters
 
 
 def counted(batches, traffic, staleness):

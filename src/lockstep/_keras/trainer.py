@@ -3,10 +3,9 @@
 Undocumented parts, as of Keras 3.15: ``make_*_function`` and the attributes ``train_function``, ``test_function`` and
 ``predict_function``; ``_symbolic_build``; ``_jax_state``, the values that ``jax_state_sync`` writes back into variables, and
 ``_jax_state_synced``, which says whether that is done; ``stateless_call``, looked up on the instance; the count of an optimizer,
-``_iterations``; the seed of all; the attributes in which callbacks keep what training has changed; the adapters and their functions, the
-form that ``PyDatasetAdapter`` gives to a batch, and the generator that puts batches on the default device; the names of global
-attributes, each thread of which has its own; the function that finds a device by its name. :func:`check_keras` refuses a
-Keras without these methods.
+``_iterations``; the seed of all; the adapters and their functions, the form that ``PyDatasetAdapter`` gives to a batch, and the
+generator that puts batches on the default device; the names of global attributes, each thread of which has its own; the function that
+finds a device by its name. :func:`check_keras` refuses a Keras without these methods.
 """
 
 import contextlib
@@ -47,37 +46,6 @@ from lockstep._keras.patches import (
     value_in_context,
 )
 from lockstep._keras.variable_placement import VariableSharder, lay_out, lay_out_uninitialized
-
-_SAVING = {"_batches_seen_since_last_saving": "count", "_last_batch_seen": "count", "_current_epoch": "count"}
-_MONITORING = {"best": "number", "min_delta": "number", "monitor_op": "function"}
-
-# What the callbacks of Keras change in training, and of which kind it is; all else is for their constructors to say.
-CALLBACK_STATE: dict[str, dict[str, str]] = {
-    "BackupAndRestore": _SAVING,
-    "CSVLogger": {"append_header": "flag", "keys": "texts"},
-    "EarlyStopping": _MONITORING
-    | {"wait": "count", "stopped_epoch": "count", "best_epoch": "count", "best_weights": "arrays"},
-    "History": {"history": "lists", "epoch": "counts"},
-    "LambdaCallback": {},
-    "LearningRateScheduler": {},
-    "ModelCheckpoint": _MONITORING | _SAVING,
-    "OrbaxCheckpoint": _MONITORING | _SAVING | {"_total_batches_seen": "count"},
-    "ProgbarLogger": {"seen": "count", "target": "count", "_called_in_fit": "flag"},
-    "ReduceLROnPlateau": _MONITORING | {"wait": "count", "cooldown_counter": "count"},
-    "RemoteMonitor": {},
-    "SwapEMAWeights": {"_ema_weights_in_model": "flag"},
-    "TensorBoard": {
-        "_epoch_start_time": "number",
-        "_batch_start_time": "number",
-        "_global_train_batch": "count",
-        "_global_test_batch": "count",
-        "_previous_epoch_iterations": "number",
-        "_should_write_train_graph": "flag",
-        "_train_accumulated_time": "number",
-    },
-    "TerminateOnNaN": {},
-}
-
 
 FUNCTIONS = ("train", "test", "predict")
 _STRATEGY = "_lockstep_owner"

@@ -25,13 +25,13 @@ from lockstep._keras.trainer import interceptable
 from lockstep.data.cache import CachedSource, DeviceSource, FileBatchStore
 from lockstep.data.input_options import InputOptions
 from lockstep.data.keras_adapter import KerasInput
+from lockstep.data.prefetch import are_arrays_read_inline
 from lockstep.data.process_group import ProcessGroup
 from lockstep.data.sources import AdapterSource, InputSource, Pending, check_data, make_source
 from lockstep.devices.placement import Placement, count_rows
 
 Report = Callable[[str], None]
 _ON_BATCH = ("train_on_batch", "test_on_batch", "predict_on_batch")
-_SMALL_BATCH = 1 << 20  # bytes
 _STEPS = {"fit": "steps_per_epoch", "evaluate": "steps", "predict": "steps"}
 
 
@@ -216,10 +216,16 @@ class FitWrapper:
         is_compiled = trainer.is_compiled(model)
         if is_fit and self._options.cache:
             source = self._cached(source, data, is_compiled, path_suffix, given, options["steps_per_epoch"])
+        if isinstance(source, AdapterSource) and source.is_arrays:
+            is_inline = are_arrays_read_inline(
+                data, options["shuffle"], options["batch_size"], self._placement.platform
+            )
+        else:
+            is_inline = isinstance(source, DeviceSource)
         return KerasInput(
             source,
             self._placement.place_for_step if is_compiled else (lambda batch: batch),
-            self._prefetch_depth(source, data, options["shuffle"], options["batch_size"]),
+            0 if is_inline else self._options.prefetch,
             steps and model.steps_per_execution * math.ceil(steps / model.steps_per_execution),
             report,
             on_first_batch,
@@ -228,21 +234,6 @@ class FitWrapper:
 
     def _pending_of(self, generator: Any) -> Pending:
         return self._pending.setdefault(generator, deque())
-
-    def _prefetch_depth(self, source: InputSource, data: Any, shuffle: bool | str, batch_size: int | None) -> int:
-        """Return the number of batches to place ahead; ``data``, ``shuffle`` and ``batch_size`` are arguments of ``fit``."""
-        if isinstance(source, AdapterSource) and source.is_arrays:
-            # On a CPU the rows are in place already, and a thread only takes time from the step; a small batch is read in less time than
-            # a thread needs to pass it on. Also, with shuffle="batch", Keras draws the order within a batch from NumPy's global
-            # generator, which no other thread may use at the same time.
-            is_inline = (
-                shuffle == "batch"
-                or self._placement.platform == "cpu"
-                or _bytes_of_row(data) * (batch_size or trainer.DEFAULT_BATCH_SIZE) <= _SMALL_BATCH
-            )
-        else:
-            is_inline = isinstance(source, DeviceSource)
-        return 0 if is_inline else self._options.prefetch
 
     def _cached(
         self,
@@ -371,14 +362,6 @@ def _check_targets(model: keras.Model, name: str, given: Mapping[str, Any]) -> N
                 f"{name}: {argument}: the loss of {model.name!r} compares outputs with targets, and there are none. Fix: pass {pair}, or "
                 "compile() without a loss."
             )
-
-
-def _bytes_of_row(data: tuple[Any, ...]) -> float:
-    """Return the bytes of a row of arrays; infinity if they do not tell."""
-    arrays = jax.tree.leaves(data)
-    if not all(hasattr(array, "nbytes") and getattr(array, "shape", ()) for array in arrays):
-        return math.inf
-    return sum(array.nbytes / max(1, len(array)) for array in arrays)
 
 
 def _limited(steps: int | None) -> int | None:

@@ -1,11 +1,11 @@
 """Prefetching of batches in a thread, and how long steps wait for batches.
 
-Neither reads a batch beyond its limit: batches of a generator stay in it until an epoch needs them. How many batches are read ahead is
-decided in ``fit_wrapper`` (``InputOptions.prefetch``, ``FitWrapper._prefetch_depth``).
+Neither reads a batch beyond its limit: batches of a generator stay in it until an epoch needs them.
 """
 
 import contextvars
 import functools
+import math
 import threading
 import time
 from collections import deque
@@ -309,3 +309,23 @@ class Prefetcher:
             )
             self._requested += 1
             return not self._closed
+
+
+_SMALL_BATCH = 1 << 20  # bytes; InputOptions states it
+
+
+def are_arrays_read_inline(data: Any, shuffle: bool | str, batch_size: int | None, platform: str) -> bool:
+    """Return whether a batch of arrays is read when its step is due; ``data``, ``shuffle`` and ``batch_size`` are arguments of ``fit``."""
+    # On a CPU the rows are in place already, and a thread only takes time from the step; a small batch is read in less time than
+    # a thread needs to pass it on. Also, with shuffle="batch", Keras draws the order within a batch from NumPy's global
+    # generator, which no other thread may use at the same time.
+    is_small = _bytes_of_row(data) * (batch_size or trainer.DEFAULT_BATCH_SIZE) <= _SMALL_BATCH
+    return shuffle == "batch" or platform == "cpu" or is_small
+
+
+def _bytes_of_row(data: tuple[Any, ...]) -> float:
+    """Return the bytes of a row of arrays; infinity if they do not tell."""
+    arrays = jax.tree.leaves(data)
+    if not all(hasattr(array, "nbytes") and getattr(array, "shape", ()) for array in arrays):
+        return math.inf
+    return sum(array.nbytes / max(1, len(array)) for array in arrays)

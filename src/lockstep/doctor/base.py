@@ -15,7 +15,7 @@ from lockstep._errors import flag
 from lockstep._keras import trainer
 from lockstep._logging import counted
 from lockstep.data.input_options import InputOptions
-from lockstep.execution.variable_shards import ModelLayout
+from lockstep.execution.variable_layout import ModelLayout
 
 VARIABLE = "LOCKSTEP_DOCTOR"  # "0" switches it off
 

@@ -12,7 +12,8 @@ import numpy as np
 
 from lockstep._keras import trainer
 from lockstep._keras.batch_normalization import unsynchronized_normalizations
-from lockstep._keras.graph import is_keras_class, layers_of, operations_of, outputs_of
+from lockstep._keras.graph import is_keras_class, layers_of, operations_of
+from lockstep._keras.output_activations import outputs_of
 from lockstep._logging import counted
 from lockstep.data.fit_wrapper import callbacks_in
 from lockstep.data.keras_adapter import KerasInput

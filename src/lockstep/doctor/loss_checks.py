@@ -8,7 +8,8 @@ from typing import Any
 import keras
 import numpy as np
 
-from lockstep._keras.graph import Output, layers_of, outputs_of, overrides_any
+from lockstep._keras.graph import layers_of, overrides_any
+from lockstep._keras.output_activations import Output, outputs_of
 from lockstep.doctor.base import Finding, FitCall, array_in_memory, sample_rows, sampling_stride
 from lockstep.doctor.data_checks import count_bad_rows
 

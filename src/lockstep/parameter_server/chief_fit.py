@@ -2,16 +2,11 @@
 
 The loop runs a little ahead of the workers, so that none waits for it: its logs are those of the finished batches. If the weights are needed,
 at an epoch's end or in a callback, the loop waits until every batch is done, and fetches them.
-
-Its metrics are updates and bytes per second, and the staleness of the values that gradients were computed with.
 """
 
 import threading
-import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from copy import deepcopy
 from functools import cached_property, partial
 from typing import Any
 
@@ -24,6 +19,7 @@ from lockstep.data.keras_adapter import KerasInput
 from lockstep.fit.checkpointing.model_state import variables_of
 from lockstep.parameter_server.gradient_step import count_batch_rows, nonempty_parts
 from lockstep.parameter_server.sharding import ShardingPlan
+from lockstep.parameter_server.staleness import UpdateCounters
 from lockstep.parameter_server.state_sync import State, StateSync, differs
 from lockstep.parameter_server.task_dispatcher import Result, TaskDispatcher
 from lockstep.parameter_server.variable_client import VariableClient
@@ -31,33 +27,6 @@ from lockstep.parameter_server.worker_fit import NEWEST_EPOCH, epoch_key, hook_k
 
 READY = "the servers have values"  # Key that the chief publishes after it has filled the servers.
 _TASKS_PER_WORKER = 2  # one that it runs, and one that waits for it
-
-
-class UpdateCounters:
-    """Counters of one call of ``fit``; they only grow.
-
-    Attributes:
-        batches: number of finished batches.
-        traffic: bytes that workers have sent to servers and received from them.
-        staleness: by number of updates between a pull and its push, the number of gradients at server 0.
-    """
-
-    def __init__(self) -> None:
-        self.batches = self.traffic = 0
-        self.staleness: Counter[int] = Counter()
-
-    def add(self, reports: Iterable[Mapping[str, Any]]) -> None:
-        """Count a finished batch.
-
-        Args:
-            reports: reports of the workers, one for each part of the batch.
-        """
-        self.batches += 1
-        self.traffic += sum(report["bytes"] for report in reports)
-
-    def set_staleness(self, statistics: list[dict[str, Any]]) -> None:
-        """Take over what the servers have counted."""
-        self.staleness = Counter(dict(statistics[0]["staleness"]))
 
 
 class _Update:
@@ -301,49 +270,3 @@ def _mean(name: str, reports: Sequence[Mapping[str, Any]]) -> Any:
         return values[0]
     weighted = sum(value * report["rows"] for value, report in zip(values, reports, strict=True))
     return weighted / sum(report["rows"] for report in reports)
-
-
-class StalenessMetrics(keras.callbacks.Callback):
-    """Adds ``updates_per_sec``, ``bytes_per_sec`` and ``staleness`` (its mean) to the logs of each epoch, and logs its distribution.
-
-    Args:
-        count: gives the current counters.
-        log: takes a line.
-        clock: gives seconds, and is not set back.
-    """
-
-    def __init__(
-        self,
-        count: Callable[[], UpdateCounters],
-        log: Callable[[str], None],
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        super().__init__()
-        self._count, self._log, self._clock = count, log, clock
-        self._before, self._begun = UpdateCounters(), 0.0
-        self._ended: tuple[UpdateCounters, float] | None = None
-
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """See Keras."""
-        self._before, self._begun, self._ended = deepcopy(self._count()), self._clock(), None
-
-    def on_test_begin(self, logs: Any = None) -> None:
-        """Take the counters when validation begins: the training of this epoch has ended."""
-        self._ended = deepcopy(self._count()), self._clock()
-
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """See Keras."""
-        now, end = self._ended or (deepcopy(self._count()), self._clock())
-        batches, seconds = now.batches - self._before.batches, end - self._begun
-        distribution = now.staleness - self._before.staleness
-        if logs is None or not batches:
-            return
-        logs["updates_per_sec"] = batches / seconds
-        logs["bytes_per_sec"] = (now.traffic - self._before.traffic) / seconds
-        if distribution:
-            logs["staleness"] = sum(age * count for age, count in distribution.items()) / distribution.total()
-        shown = ", ".join(f"{age}: {count}" for age, count in sorted(distribution.items()))
-        self._log(
-            f"epoch {epoch + 1}: {batches} updates, {logs['updates_per_sec']:.1f} a second, {logs['bytes_per_sec'] / 1e6:.3g} MB/s; "
-            f"gradients by staleness: {shown or 'none'}"
-        )

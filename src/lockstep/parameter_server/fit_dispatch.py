@@ -26,12 +26,13 @@ from lockstep.fit.checkpointing.model_state import named_variables
 from lockstep.fit.checkpointing.preemption import Preemption
 from lockstep.fit.fit_hooks import single_callback
 from lockstep.parameter_server import function_scheduler_base
-from lockstep.parameter_server.chief_fit import READY, ChiefFit, StalenessMetrics
+from lockstep.parameter_server.chief_fit import READY, ChiefFit
 from lockstep.parameter_server.evaluator import run_evaluator
 from lockstep.parameter_server.function_schedulers import ChiefScheduler, WorkerScheduler
 from lockstep.parameter_server.gradient_step import as_json
 from lockstep.parameter_server.process_role import ProcessContext
 from lockstep.parameter_server.sharding import ShardingPlan
+from lockstep.parameter_server.staleness import StalenessMetrics
 from lockstep.parameter_server.task_client import CallEnded, CallResult, TaskClient
 from lockstep.parameter_server.task_dispatcher import TaskDispatcher
 from lockstep.parameter_server.variable_client import VariableClient

@@ -24,12 +24,12 @@ from lockstep.data.process_group import ProcessGroup
 from lockstep.devices.names import is_described, listed_devices
 from lockstep.devices.placement import MeshPlacement, Placement, gather_on_host
 from lockstep.devices.xla_flags import describe_determinism
-from lockstep.doctor.checks import FitChecks
+from lockstep.doctor.check_lists import FitChecks
 from lockstep.execution.executors import DeterministicExecutor, Executor, SpmdExecutor
 from lockstep.execution.step_functions import StepFunctions, in_step
 from lockstep.execution.step_hooks import StepHook
 from lockstep.execution.step_loop import trace_context
-from lockstep.execution.variable_shards import ModelLayout, layout_notes, layout_of
+from lockstep.execution.variable_layout import ModelLayout, layout_notes, layout_of
 from lockstep.fit.checkpointing.checkpoint_hook import CheckpointHook
 from lockstep.fit.checkpointing.loop_checkpoint import Checkpoint
 from lockstep.fit.checkpointing.save_frequency import SaveFrequency

@@ -30,7 +30,8 @@ from lockstep.execution.model_parallel.model_shardings import (
     parse_layout,
     parse_mesh,
 )
-from lockstep.execution.variable_shards import ModelLayout, Recompute
+from lockstep.execution.variable_layout import ModelLayout
+from lockstep.execution.variable_shards import Recompute
 from lockstep.strategies.multi_worker import WorkerStrategy
 from lockstep.strategies.options import StrategyOptions, check_mesh_options, overridden_devices, prepare_process
 

@@ -21,11 +21,11 @@ from lockstep.data.sources import check_data
 from lockstep.devices.names import device_name, listed_devices
 from lockstep.devices.placement import Placement, count_rows, gather_on_host, local_values
 from lockstep.doctor.base import FitCall, Report, RuntimeSettings, calling_location
-from lockstep.doctor.checks import examine
+from lockstep.doctor.check_lists import examine
 from lockstep.execution.executors import Executor, SpmdExecutor
 from lockstep.execution.gradient_extraction import GradientPrograms
 from lockstep.execution.step_functions import StepFunctions
-from lockstep.execution.variable_shards import ModelLayout
+from lockstep.execution.variable_layout import ModelLayout
 
 Values = dict[str, np.ndarray]
 

@@ -23,7 +23,7 @@ from lockstep.data.process_group import ProcessGroup
 from lockstep.devices.placement import placement_on
 from lockstep.distributed.cluster.env_reader import NetworkOptions
 from lockstep.doctor.base import Finding, FitCall, Report, RuntimeSettings, calling_location, doctor_enabled, set_doctor
-from lockstep.doctor.checks import examine
+from lockstep.doctor.check_lists import examine
 from lockstep.doctor.environment_checks import check_network, peers_of
 from lockstep.execution.executors import SpmdExecutor
 from lockstep.execution.step_functions import StepFunctions

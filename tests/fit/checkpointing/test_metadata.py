@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import lockstep
-from lockstep._keras.trainer import CALLBACK_STATE
+from lockstep._keras.callback_state import CALLBACK_STATE
 from lockstep.callbacks import BackupAndRestore, LearningRateScaling, NanGuard, ThroughputMonitor
 from lockstep.checkpoint.store import CheckpointStore
 from lockstep.fit.checkpointing.model_state import MetadataCheck, packed_attributes, unpacked_attributes

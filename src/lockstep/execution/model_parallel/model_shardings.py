@@ -24,7 +24,8 @@ from lockstep._keras.variable_placement import has_layout
 from lockstep.devices.names import platform_of
 from lockstep.devices.placement import DEVICE_AXIS, MeshPlacement, PlacedRows, is_large, is_rows
 from lockstep.execution.model_parallel.auto_layout import AxisChoice, choose_axes
-from lockstep.execution.variable_shards import ModelLayout, Shard, VariableLayout, mebibytes
+from lockstep.execution.variable_layout import ModelLayout, VariableLayout, mebibytes
+from lockstep.execution.variable_shards import Shard
 
 AUTO = "auto"
 OUTPUT = "/output"  # after the path of a layer: a rule for what the layer returns

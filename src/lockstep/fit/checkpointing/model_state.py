@@ -28,6 +28,7 @@ import numpy as np
 from lockstep._array_encoding import DTYPES
 from lockstep._errors import CheckpointError
 from lockstep._keras import trainer
+from lockstep._keras.callback_state import CALLBACK_STATE
 from lockstep._keras.variable_placement import set_from_host
 from lockstep.checkpoint.serialization import Loaded, array_digest, shapes_of
 from lockstep.checkpoint.shards import ArrayShard
@@ -204,7 +205,7 @@ _OWN_STATE = {
 
 def _state_of(kind: type) -> Mapping[str, str] | None:
     """Return the attributes of a class of Keras or Lockstep that training changes; None for other classes."""
-    tables = {"keras": trainer.CALLBACK_STATE, "lockstep": _OWN_STATE}
+    tables = {"keras": CALLBACK_STATE, "lockstep": _OWN_STATE}
     return tables.get(kind.__module__.partition(".")[0], {}).get(kind.__name__)
 
 

@@ -19,7 +19,7 @@ from lockstep._atomic_files import read_file, replace_file
 from lockstep._errors import LockstepError, OptionError
 from lockstep.collectives.cost_model import NetworkLink
 from lockstep.devices.cpu_devices import reserve_devices
-from lockstep.doctor.checks import check_call
+from lockstep.doctor.check_lists import check_call
 from lockstep.execution.step_measurement import StrategyProbes
 from lockstep.strategies.options import override_devices
 from lockstep.tools.doctor_command import fit_call_of

@@ -31,14 +31,8 @@ from lockstep.execution.jaxpr_utils import equations_of
 from lockstep.execution.model_parallel.model_shardings import MeshAxes, MeshOptions, ModelShardings
 from lockstep.execution.rowwise import source_location
 from lockstep.execution.step_functions import StepFunctions
-from lockstep.execution.variable_shards import (
-    ModelLayout,
-    Recompute,
-    Shard,
-    VariableLayout,
-    layout_notes,
-    layout_of,
-)
+from lockstep.execution.variable_layout import ModelLayout, VariableLayout, layout_notes, layout_of
+from lockstep.execution.variable_shards import Recompute, Shard
 from lockstep.fit.monitoring.step_timer import flops_of_step
 from lockstep.tools.plan.hardware import Target
 from lockstep.tools.plan.hlo import collectives, memory_traffic

@@ -1,0 +1,30 @@
+"""What the callbacks of Keras change in training, so that a checkpoint has it: attributes that are not documented, as of Keras 3.15."""
+
+_SAVING = {"_batches_seen_since_last_saving": "count", "_last_batch_seen": "count", "_current_epoch": "count"}
+_MONITORING = {"best": "number", "min_delta": "number", "monitor_op": "function"}
+# What the callbacks of Keras change in training, and of which kind it is; all else is for their constructors to say.
+CALLBACK_STATE: dict[str, dict[str, str]] = {
+    "BackupAndRestore": _SAVING,
+    "CSVLogger": {"append_header": "flag", "keys": "texts"},
+    "EarlyStopping": _MONITORING
+    | {"wait": "count", "stopped_epoch": "count", "best_epoch": "count", "best_weights": "arrays"},
+    "History": {"history": "lists", "epoch": "counts"},
+    "LambdaCallback": {},
+    "LearningRateScheduler": {},
+    "ModelCheckpoint": _MONITORING | _SAVING,
+    "OrbaxCheckpoint": _MONITORING | _SAVING | {"_total_batches_seen": "count"},
+    "ProgbarLogger": {"seen": "count", "target": "count", "_called_in_fit": "flag"},
+    "ReduceLROnPlateau": _MONITORING | {"wait": "count", "cooldown_counter": "count"},
+    "RemoteMonitor": {},
+    "SwapEMAWeights": {"_ema_weights_in_model": "flag"},
+    "TensorBoard": {
+        "_epoch_start_time": "number",
+        "_batch_start_time": "number",
+        "_global_train_batch": "count",
+        "_global_test_batch": "count",
+        "_previous_epoch_iterations": "number",
+        "_should_write_train_graph": "flag",
+        "_train_accumulated_time": "number",
+    },
+    "TerminateOnNaN": {},
+}

@@ -1,0 +1,119 @@
+"""The outputs of a model and their last activations, from the graph that Keras has of it.
+
+Undocumented parts, as of Keras 3.15: ``_keras_history`` of symbolic tensors, ``_inbound_nodes`` of operations and the input tensors of a
+node, ``_functional``, and the structure of a functional model's outputs; the classes of ``keras.src.ops.nn``.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import keras
+
+from lockstep._keras.graph import overrides_any
+
+_SHAPE_LAYERS = (keras.layers.Reshape, keras.layers.Flatten, keras.layers.Permute)
+_LAYERS_WITH_ACTIVATION = (
+    keras.layers.Dense,
+    keras.layers.EinsumDense,
+    keras.layers.Conv1D,
+    keras.layers.Conv2D,
+    keras.layers.Conv3D,
+    keras.layers.Conv1DTranspose,
+    keras.layers.Conv2DTranspose,
+    keras.layers.Conv3DTranspose,
+    keras.layers.DepthwiseConv1D,
+    keras.layers.DepthwiseConv2D,
+    keras.layers.SeparableConv1D,
+    keras.layers.SeparableConv2D,
+)
+_ACTIVATION_NAMES: dict[Callable[..., Any], str] = {
+    keras.activations.softmax: "softmax",
+    keras.ops.softmax: "softmax",
+    jax.nn.softmax: "softmax",
+    keras.activations.sigmoid: "sigmoid",
+    keras.ops.sigmoid: "sigmoid",
+    jax.nn.sigmoid: "sigmoid",
+    keras.activations.linear: "linear",
+}
+
+
+@dataclass(frozen=True)
+class Output:
+    """One output of a model.
+
+    Args:
+        names: the names under which losses and targets may be given for it.
+        layer: name of the layer or operation that computes its values; "" if it is not known.
+        activation: ``"softmax"``, ``"sigmoid"``, ``"linear"``, or None if it is another one or not known.
+        shape: shape without the batch axis; None if it is not known.
+    """
+
+    names: tuple[str, ...]
+    layer: str = ""
+    activation: str | None = None
+    shape: tuple[int | None, ...] | None = None
+
+
+def outputs_of(model: keras.Model) -> list[Output] | None:
+    """Return the outputs if Keras has the graph of the model and no class overrides ``call``; else None."""
+    graph = _graph_of(model)
+    if graph is None:
+        return None
+    return [_output(names, tensor) for names, tensor in zip(_output_names(graph), graph.outputs, strict=True)]
+
+
+def _graph_of(model: keras.Model) -> Any:
+    """Return the functional model that computes the outputs of ``model``; None if there is none, or more may follow it."""
+    if overrides_any(model, "call", "__call__"):
+        return None
+    graph = model._functional if isinstance(model, keras.Sequential) else model
+    return graph if graph is not None and "_outputs_struct" in vars(graph) else None
+
+
+def _output_names(graph: Any) -> list[tuple[str, ...]]:
+    layer_names: list[tuple[str, ...]] = [(name,) for name in graph.output_names]
+    struct = graph._outputs_struct
+    if not isinstance(struct, dict):
+        return layer_names
+    keys = {id(tensor): key for key, tensor in struct.items()}
+    return [(*names, keys.get(id(tensor), names[0])) for names, tensor in zip(layer_names, graph.outputs, strict=True)]
+
+
+def _output(names: tuple[str, ...], tensor: Any) -> Output:
+    operation = _final_operation(tensor)
+    return Output(names, operation.name, _activation(operation), tuple(tensor.shape[1:]))
+
+
+def _final_operation(tensor: Any) -> Any:
+    """Return the operation that computes the values of a tensor: inside nested models, and before what changes only its shape."""
+    history = tensor._keras_history
+    operation = history.operation
+    if isinstance(operation, keras.Model):
+        graph = _graph_of(operation)
+        return operation if graph is None else _final_operation(graph.outputs[history.tensor_index])
+    is_linear = type(operation) is keras.layers.Activation and _ACTIVATION_NAMES.get(operation.activation) == "linear"
+    if type(operation) in _SHAPE_LAYERS or is_linear:
+        return _final_operation(operation._inbound_nodes[history.node_index].input_tensors[0])
+    return operation.layer if type(operation) is keras.layers.TimeDistributed else operation
+
+
+def _activation(operation: Any) -> str | None:
+    kind = type(operation)
+    if kind is keras.layers.Softmax or (kind.__module__ == "keras.src.ops.nn" and kind.__name__ == "Softmax"):
+        return "softmax"
+    if kind.__module__ == "keras.src.ops.nn" and kind.__name__ == "Sigmoid":
+        return "sigmoid"
+    if kind is keras.layers.Activation:
+        return _ACTIVATION_NAMES.get(operation.activation)
+    if kind not in _LAYERS_WITH_ACTIVATION:
+        return None
+    name = _ACTIVATION_NAMES.get(operation.activation)
+    return None if name == "linear" and not _is_unconstrained(operation) else name
+
+
+def _is_unconstrained(layer: Any) -> bool:
+    """Return whether a layer may give any number; a layer with a constraint, or not trained, may preserve probabilities."""
+    constraints = [weight.constraint for weight in layer.weights]
+    return bool(layer.trainable) and all(constraint is None for constraint in constraints)
