@@ -64,10 +64,11 @@ def test_workers_that_have_saved_before_a_preemption_do_not_start_again(tmp_path
     assert ("restart" in messages) != is_over
 
 
-def test_the_pause_before_a_restart_can_be_ended(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_the_pause_before_a_restart_can_be_ended(tmp_path, number):
     with started("--max-restarts", 9, program(tmp_path, "sys.exit(4)")) as supervisor:
         wait_for_message(supervisor, "restart 2 of 9")
-        supervisor.send_signal(signal.SIGTERM)
+        supervisor.send_signal(number)
         assert supervisor.wait(timeout=60) == 4
 
 

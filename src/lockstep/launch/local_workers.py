@@ -18,6 +18,8 @@ from lockstep.launch.signals import SignalPipe
 from lockstep.launch.worker_process import USAGE, ProcessFailure, WorkerProcess, job_exit_code, root_cause
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGPIPE)
+# Those that end a node while no workers run: a scheduler that sends USR1 is about to stop the job, and none is there to save.
+IDLE_STOP_SIGNALS = (*STOP_SIGNALS, signal.SIGUSR1)
 _DUMP_SECONDS = 0.5  # For each worker to print its stack, before it gets SIGTERM.
 _REAP_SECONDS = 5.0
 _DRAIN_SECONDS = 2.0  # For the last output to be written.

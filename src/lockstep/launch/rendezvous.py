@@ -3,6 +3,7 @@
 import contextlib
 import ipaddress
 import os
+import signal
 import socket
 import threading
 import time
@@ -31,7 +32,7 @@ from lockstep.distributed.control.handshake import (
 )
 from lockstep.distributed.control.transport import CLOSED, MAX_BYTES, EventLoop, FramedSocket, encode
 from lockstep.launch.launch_config import LaunchConfig
-from lockstep.launch.local_workers import STOP_SIGNALS, LocalWorkers
+from lockstep.launch.local_workers import IDLE_STOP_SIGNALS, LocalWorkers
 from lockstep.launch.rank_assignment import RankAssignment, is_local_host
 from lockstep.launch.rendezvous_state import (
     SILENT_SECONDS,
@@ -456,5 +457,8 @@ def _seconds_left(stop_at: float | None) -> float:
 
 def _exit_on_signal(numbers: list[int], last_code: int | None = None) -> NodeExit | None:
     """Return the exit for a signal while no workers run: with the code of the last generation, if there was one."""
-    stops = [number for number in numbers if number in STOP_SIGNALS]
-    return NodeExit(128 + stops[0] if last_code is None else last_code, "") if stops else None
+    stops = [number for number in numbers if number in IDLE_STOP_SIGNALS]
+    if not stops:
+        return None
+    code = PEER_LOST if stops[0] == signal.SIGUSR1 else 128 + stops[0]
+    return NodeExit(code if last_code is None else last_code, "")

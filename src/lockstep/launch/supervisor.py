@@ -19,7 +19,7 @@ from lockstep._errors import DONE, NO_PROGRESS, OptionError
 from lockstep.distributed.cluster.env_reader import NetworkOptions, visible_gpus
 from lockstep.distributed.control.handshake import check_closed
 from lockstep.launch.launch_config import LaunchConfig
-from lockstep.launch.local_workers import STOP_SIGNALS, LocalWorkers, RemoteStop
+from lockstep.launch.local_workers import IDLE_STOP_SIGNALS, LocalWorkers, RemoteStop
 from lockstep.launch.log_multiplexer import TerminalWriter
 from lockstep.launch.rank_assignment import (
     AnyRankAssignment,
@@ -209,7 +209,7 @@ class LocalRestartLoop:
         until = self.stop_at if self.stop_at is not None and is_too_late else start_at
         while (left := until - time.monotonic()) > 0:
             numbers, _ = self.signals.wait(left)
-            if set(numbers) & set(STOP_SIGNALS):
+            if set(numbers) & set(IDLE_STOP_SIGNALS):
                 return False
         if is_too_late:
             self.code = NO_PROGRESS
