@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import inspect
+import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -107,13 +108,18 @@ def digest_of_batch(batch: Any) -> str | None:
     return found.hexdigest()
 
 
+def _is_last_batch(state: IteratorState, batch: Any) -> bool:
+    """Return whether a batch is the one that was used last, if that is known."""
+    return state.digest in (None, digest_of_batch(batch))
+
+
 def check_same_batch(name: str, state: IteratorState, batch: Any) -> None:
     """Check that an input, read again, gives the batch that was used last.
 
     Raises:
         InputError: it gives another one.
     """
-    if state.digest not in (None, digest_of_batch(batch)):
+    if not _is_last_batch(state, batch):
         raise InputError(
             f"The {name} is not the one that the checkpoint was written with, or gives its batches in another order: batch "
             f"{state.batches} of this pass is not the one that was trained on. Fix: give it the same data, and its shuffling a seed; or "
@@ -122,7 +128,10 @@ def check_same_batch(name: str, state: IteratorState, batch: Any) -> None:
 
 
 def read_on(source: InputSource, state: IteratorState, count: int) -> Iterator[Any]:
-    """Read ``count`` batches, after which a pass is where ``state`` says; return those that follow.
+    """Read ``count`` batches, after which a pass is where ``state`` says, or only the last of them if the others change nothing.
+
+    Returns:
+        The batches that follow.
 
     Raises:
         InputError: the last of them is not the one that was used last, or more batches than these have been read.
@@ -134,7 +143,13 @@ def read_on(source: InputSource, state: IteratorState, count: int) -> Iterator[A
     if not count:
         return source.batches()
     batches = source.batches_from(count - 1)
-    check_same_batch(source.name, state, next(batches, None))
+    last = next(batches, None)
+    if source.can_seek and not _is_last_batch(state, last):  # It may draw from a global generator for each batch.
+        restore_random_state(state.at_begin)
+        source.restore_order(state.order)
+        batches = itertools.islice(source.batches(), count - 1, None)
+        last = next(batches, None)
+    check_same_batch(source.name, state, last)
     return batches
 
 

@@ -39,6 +39,14 @@ class Shuffled(keras.utils.PyDataset):
         np.random.shuffle(self.order)
 
 
+class Augmented(Shuffled):
+    """Draws for each batch, as many do."""
+
+    def __getitem__(self, index):
+        x, y = super().__getitem__(index)
+        return x + np.random.normal(size=(len(x), 1, 1, 1)).astype("float32"), y
+
+
 def drawing():
     """Endless, and draws from the global generator."""
     x, y = data()
@@ -66,6 +74,7 @@ INPUTS = {
     "arrays, in passes": lambda: arrays(steps_per_epoch=5),
     "PyDataset, endless": lambda: {"x": Shuffled(), "steps_per_epoch": 3},
     "PyDataset": lambda: {"x": Shuffled()},
+    "PyDataset, augmented": lambda: {"x": Augmented()},
     "PyDataset, workers": lambda: {"x": Shuffled(workers=2)},
     "generator": lambda: {"x": drawing(), "steps_per_epoch": 5},
     "function": lambda: {"x": of_step},
