@@ -38,6 +38,14 @@ def dense(activation=None, units=CLASSES, **options):
     return layers.Dense(units, activation, **options)
 
 
+def padded_steps():
+    """Labels of time steps, of which the last has a class of its own and no weight."""
+    model = keras.Sequential([keras.Input((5, 2)), dense()])
+    model.compile("sgd", FROM_LOGITS)
+    labels = np.tile([0, 1, 0, 1, 255], (ROWS, 1))
+    return model, (np.ones((ROWS, 5, 2)), labels, labels != 255)
+
+
 def two_outputs(first, second, loss):
     inputs = keras.Input((2,))
     model = keras.Model(inputs, {"a": first(inputs), "b": second(inputs)})
@@ -162,6 +170,7 @@ PROGRAMS = {
             lambda: (net(dense(), loss=FROM_LOGITS), (X, Y.astype("float32"))),
             lambda: (net(dense(), loss=MASKED), (X, with_values(Y, 3, -1))),
             lambda: (net(dense(), loss=FROM_LOGITS), (X, with_values(Y, 90, -1), with_values(np.ones(ROWS), 90, 0))),
+            padded_steps,
             lambda: (net(dense(None, 1), loss=BINARY), (X, 0.1 + 0.8 * IS_FIRST)),
             lambda: (net(dense(None, 1), loss="hinge"), (X, 2 * IS_FIRST - 1)),
         ],

@@ -156,6 +156,17 @@ def test_check_changed_batch_reports_a_batch_size_without_its_rate(batches, opti
     assert reported() == names
 
 
+@pytest.mark.parametrize(("accumulated", "names"), [(4, []), (None, ["batch-without-rate"])])
+def test_check_changed_batch_counts_the_rows_of_an_update(accumulated, names, strategy, reported):
+    with strategy.scope():
+        model = net(dense(), loss=FROM_LOGITS, optimizer=keras.optimizers.SGD(0.1))
+        model.fit(X, Y, batch_size=32, verbose=0)
+        optimizer = keras.optimizers.SGD(0.1, gradient_accumulation_steps=accumulated)
+        model.compile(optimizer, FROM_LOGITS)
+    model.fit(X, Y, batch_size=8, verbose=0)
+    assert reported() == names
+
+
 def test_check_changed_batch_reports_a_change_in_a_generator(strategy, reported):
     with strategy.scope():
         model = net(dense(), loss=FROM_LOGITS)
@@ -213,6 +224,29 @@ def test_check_changed_batch_reports_a_resumed_run(batch, is_reported, caplog, t
     lines = [record.getMessage() for record in caplog.records if "batch-without-rate" in record.getMessage()]
     assert len(lines) == is_reported
     assert not is_reported or "48 rows, 16 in the resumed run, and the learning rate is 0.01 as before" in lines[0]
+
+
+class StopAt(keras.callbacks.Callback):
+    def __init__(self, batch):
+        super().__init__()
+        self.batch = batch
+
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == self.batch:
+            raise EnoughError
+
+
+def test_check_changed_batch_ignores_the_smaller_batch_at_which_a_run_is_resumed(caplog, tmp_path, monkeypatch):
+    monkeypatch.setattr("lockstep.doctor.data_checks._is_known", lambda kind: True)  # StopAt is a class of our own.
+    caplog.set_level(logging.INFO, "lockstep")
+    for batch in (2, 1, None):  # Of 4 rows, and one of 16 after it.
+        with lockstep.MirroredStrategy(["cpu:0"], replicas=2).scope():
+            model = net(dense(), loss=FROM_LOGITS)
+        backup = lockstep.callbacks.BackupAndRestore(tmp_path, save_freq=1)
+        with contextlib.suppress(EnoughError):
+            model.fit(X[:36], Y[:36], batch_size=16, epochs=2, verbose=0, callbacks=[backup, StopAt(batch)])
+    assert "resumes from" in caplog.text
+    assert "batch-without-rate" not in caplog.text
 
 
 def test_sample_rows_spreads_the_rows_evenly():

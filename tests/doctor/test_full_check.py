@@ -91,6 +91,23 @@ def test_doctor_changes_no_bit_of_the_training_that_follows(given, options):
     assert found[0] == found[1]
 
 
+class Prepared(Batches):
+    """Has rows only in an epoch."""
+
+    def on_epoch_begin(self):
+        self.rows = cut()
+
+    def __getitem__(self, number):
+        return self.rows[number]
+
+
+def test_doctor_reads_data_that_an_epoch_makes():
+    strategy = strategy_of()
+    with strategy.scope():
+        model = net(dense(), loss=FROM_LOGITS)
+    assert "3 batches of Prepared" in str(strategy.doctor(model, Prepared()))
+
+
 @pytest.mark.slow
 def test_doctor_loses_no_row_of_a_generator():
     asked, trained = [], []

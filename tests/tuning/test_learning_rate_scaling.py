@@ -200,6 +200,20 @@ def test_scaling_resumes_with_the_same_bits(stop, whole, tmp_path):
     assert resumed(None, tmp_path) == whole
 
 
+@pytest.mark.filterwarnings("ignore:Your input ran out of data")
+@pytest.mark.parametrize("rows", [3 * BATCH, 3 * BATCH + 1], ids=["even", "a last batch of one row"])
+def test_scaling_resumes_between_epochs_that_share_a_pass(rows, tmp_path):
+    def rates(epochs, *callbacks):
+        model, seen = model_of(), Rates()
+        scaling = LearningRateScaling(BASE, warmup_epochs=3)
+        options = {"batch_size": BATCH, "steps_per_epoch": 2, "shuffle": False, "verbose": 0}
+        model.fit(X[:rows], Y[:rows], epochs=epochs, callbacks=[scaling, seen, *callbacks], **options)
+        return seen.seen
+
+    rates(1, BackupAndRestore(tmp_path))
+    assert rates(4, BackupAndRestore(tmp_path)) == rates(4)  # What a callback has seen is in the checkpoint.
+
+
 @pytest.mark.slow
 @pytest.mark.optimized
 def test_scaling_gives_the_same_bits_on_any_devices():

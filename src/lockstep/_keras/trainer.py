@@ -411,6 +411,11 @@ def inner_optimizer(optimizer: Any) -> Any:
     return optimizer.inner_optimizer if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) else optimizer
 
 
+def batches_per_update(optimizer: Any) -> int:
+    """Return the number of batches whose gradients make one update."""
+    return inner_optimizer(optimizer).gradient_accumulation_steps or 1
+
+
 def nested_optimizers(optimizer: Any) -> list[Any]:
     """Return an optimizer and, of a ``MultiOptimizer``, those inside it."""
     inside = optimizer.optimizers if isinstance(optimizer, keras.optimizers.MultiOptimizer) else []

@@ -5,9 +5,10 @@ reads at most the first batch, to learn shapes.
 """
 
 import enum
+import itertools
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -80,7 +81,7 @@ class KerasInput(trainer.DataAdapter):
 
     Attributes:
         meter: measures the waits for batches.
-        rows: number of rows of the first batch that was read; None before.
+        rows: the largest number of rows of a batch that was read; None before.
         epoch_hooks: the hooks of the data at the beginning and end of epochs, in the order in which they ran; only if states are tracked.
     """
 
@@ -124,7 +125,7 @@ class KerasInput(trainer.DataAdapter):
             # What has run in this epoch so far ran there before.
             restore_random_state(resumed.start.after if self._resume.steps else before)
             # The end of data of unknown length was not found before the checkpoint, and Keras cannot begin with an epoch without steps.
-            if not self._resume.steps and self._source.restarts and next(resumed, None) is None:
+            if not self._resume.steps and self._source.restarts and resumed.peek() is None:
                 self._keras_pass = self._begin_pass()
         return self._keras_pass
 
@@ -157,8 +158,7 @@ class KerasInput(trainer.DataAdapter):
         self._resume = replace(self._resume, steps=0)
         if self._tracking is not _Tracking.AWAITING_STATE and not ran_before:
             self._run_hook("end")
-        is_at_end = self._pass is not None and self._pass.position == self._source.num_batches
-        if self._resume.is_mid_pass and self._keras_pass and is_at_end:
+        if self._resume.is_mid_pass and self._keras_pass and self.is_at_end:
             self._keras_pass.successor = self._begin_pass()
 
     # Properties of the input.
@@ -201,10 +201,23 @@ class KerasInput(trainer.DataAdapter):
 
     def peek(self) -> Any:
         """Return the first batch, on the host; if it cannot be read again, it comes first in the next pass."""
-        first = next(self.get_jax_iterator(), None)
+        first = next(self.preview(), None)
         if self._pass:
             self._pass.close()
         return first
+
+    def preview(self) -> Iterator[Any]:
+        """Return the batches of a pass outside of an epoch, on the host. Data that only their hook at its beginning makes get that hook."""
+        batches = self.get_jax_iterator()
+        try:
+            first = next(batches, None)
+        except Exception:
+            if not self._source.has_hooks:
+                raise
+            self._run_hook("begin")
+            batches = self.get_jax_iterator()
+            first = next(batches, None)
+        return iter(()) if first is None else itertools.chain([first], batches)
 
     def first_rows(self) -> int | None:
         """Return the number of rows of the first batch; None if there is no batch. To be called in ``fit``, from the first step on.
@@ -212,8 +225,16 @@ class KerasInput(trainer.DataAdapter):
         If Keras has not read the first batch, it is read now, as Keras would do it: the step still takes it.
         """
         if self.rows is None and self._keras_pass:
-            self.rows = _count_rows(next(self._keras_pass, None))
+            self.rows = _count_rows(self._keras_pass.peek())
         return self.rows
+
+    def order_state(self) -> dict[str, Any] | None:
+        """See :class:`InputSource`."""
+        return self._source.order_state()
+
+    def restore_order(self, state: dict[str, Any] | None) -> None:
+        """See :class:`InputSource`."""
+        self._source.restore_order(state)
 
     # Position.
 
@@ -236,6 +257,16 @@ class KerasInput(trainer.DataAdapter):
             "taken_before": self._taken_before,
             "order": self._pass.order if self._pass else None,
         }
+
+    @property
+    def is_mid_pass(self) -> bool:
+        """Whether this process began in the middle of a pass that lasts several epochs."""
+        return self._resume.is_mid_pass
+
+    @property
+    def is_at_end(self) -> bool:
+        """Whether steps have taken all batches of the pass; False if their number is unknown."""
+        return self._pass is not None and self._pass.position == self._source.num_batches
 
     @property
     def resumed(self) -> bool:
@@ -309,12 +340,21 @@ class KerasInput(trainer.DataAdapter):
         """
         order = self._source.order_state()
         iterator, hooks = self._pass_state(is_epoch_over), tuple(self.epoch_hooks)
+        if self._source.has_hooks and self._source.progress.hooks - self._before[0] > len(hooks):
+            self._settings.report(
+                f"{self.name}: its hooks at the beginning and end of epochs also run for another use, in evaluate or as validation data. A run "
+                "that is resumed repeats only those of one use, and may then read other batches. Fix: make an object of its own for each use"
+            )
         return InputState(iterator, hooks, self._source.cache_state(), order, self._before)
 
     def state_between_calls(self) -> InputState:
         """Return the state between two calls of ``evaluate`` in ``fit``, each of which begins a new pass if the source restarts."""
         state = self.get_state(is_epoch_over=True)
         return replace(state, iterator=None) if self._source.restarts else state
+
+    def random_before_reset(self) -> dict[str, Any] | None:
+        """Return the random state before Keras's reset at the beginning of an evaluation, which has run the data's hook; None if they have none."""
+        return self.epoch_hooks[-1][1] if self._source.has_hooks and self.epoch_hooks else None
 
     def _pass_state(self, is_epoch_over: bool) -> IteratorState | None:
         if self._pass is None:
@@ -379,7 +419,7 @@ class KerasInput(trainer.DataAdapter):
         self._source.set_limit(of_pass.position + more)
 
     def _place(self, batch: Any) -> Any:
-        self.rows = self.rows or _count_rows(batch)
+        self.rows = max(self.rows or 0, _count_rows(batch) or 0) or None
         on_first_batch, self._on_first_batch = self._on_first_batch, None
         if on_first_batch is not None:
             on_first_batch(batch)

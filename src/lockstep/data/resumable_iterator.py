@@ -247,6 +247,12 @@ class ResumableIterator:
         self._peeked.append(batch)
         return batch
 
+    def peek(self) -> Any:
+        """Return the next batch, on the host, without taking it; None at the end."""
+        if self.successor:
+            return self.successor.peek()
+        return self._peeked[0] if self._peeked else next(self, None)
+
     @property
     def position(self) -> int:
         """Number of batches of this pass that steps have taken: the number of the next one."""

@@ -111,10 +111,19 @@ class FitRecord:
     Args:
         rows: number of rows of a global batch.
         rate: the learning rate.
+        optimizer: class of the optimizer.
+        accumulated: number of batches whose gradients make one update.
     """
 
     rows: int
     rate: float
+    optimizer: type
+    accumulated: int
+
+    @property
+    def rows_of_update(self) -> int:
+        """Number of rows over which an update averages."""
+        return self.rows * self.accumulated
 
 
 def fit_record(call: FitCall, rate: float | None) -> FitRecord | None:
@@ -122,7 +131,9 @@ def fit_record(call: FitCall, rate: float | None) -> FitRecord | None:
     if call.rows is None or rate is None:
         return None
     rows = call.batch_size if call.rows_read is None else call.rows_read
-    return FitRecord(rows, rate)  # also if there are fewer rows in all
+    optimizer = call.model.optimizer
+    kind = type(trainer.inner_optimizer(optimizer))
+    return FitRecord(rows, rate, kind, trainer.batches_per_update(optimizer))  # also if there are fewer rows in all
 
 
 def learning_rate_of(call: FitCall) -> float | None:
@@ -145,18 +156,20 @@ def check_changed_batch(
         where: location for the message.
         since: name of the earlier call for the message.
     """
-    if earlier is None or now is None or now.rate != earlier.rate:
+    if earlier is None or now is None or (now.rate, now.optimizer) != (earlier.rate, earlier.optimizer):
         return
-    if max(now.rows, earlier.rows) >= _FACTOR * min(now.rows, earlier.rows):
-        factor = now.rows / earlier.rows
+    rows, before = now.rows_of_update, earlier.rows_of_update
+    if max(rows, before) >= _FACTOR * min(rows, before):
+        factor = rows / before
+        what = "the global batch" if now.accumulated == earlier.accumulated == 1 else "an update"
         yield Finding(
             "batch-without-rate",
-            f"the global batch has {now.rows} rows, {earlier.rows} in {since}, and the learning rate is {now.rate:g} as before",
+            f"{what} has {rows} rows, {before} in {since}, and the learning rate is {now.rate:g} as before",
             where,
             f"a step now averages over {factor:g} times as many rows: with the same rate, each row has another weight in training (Goyal et al., "
             "Accurate, Large Minibatch SGD, 2017)",
             f"Use {now.rate * factor:g} with SGD, about {now.rate * factor**0.5:.3g} with Adam, as lockstep.callbacks."
-            f"LearningRateScaling(base_batch={earlier.rows}) does gradually; or use the old batch size",
+            f"LearningRateScaling(base_batch={before}) does gradually; or use the old batch size",
         )
 
 
@@ -267,16 +280,17 @@ def read_batches(made: KerasInput) -> ProbedBatches:
     Args:
         made: the input; it is closed.
     """
-    before, begun = capture_random_state(), time.perf_counter()
+    before, order, begun = capture_random_state(), made.order_state(), time.perf_counter()
     batches, seconds = [], []
     try:
-        for batch in islice(made.get_jax_iterator(), BATCHES):
+        for batch in islice(made.preview(), BATCHES):
             batches.append(batch)
             seconds.append(time.perf_counter() - begun)
             begun = time.perf_counter()
     finally:
         made.close()
         if made.restarts:
+            made.restore_order(order)
             restore_random_state(before)
     usual = float(np.median(seconds[1:])) if len(seconds) > 1 else None
     return ProbedBatches(batches, usual, made.depth > 0, made.name, made.num_batches)

@@ -279,14 +279,21 @@ def _wrong_labels(
     """Return wrong labels with a weight other than 0, and the text of in how many rows they are."""
     labels, which_rows = sample_rows(output.labels, call.max_values)
     labels = labels.astype("float64")
-    counts = np.ones(len(labels), bool)
-    if call.sample_weight is not None:
-        weights = None if output.weights is None or len(output.weights) != len(output.labels) else output.weights
-        every = sampling_stride(output.labels, call.max_values)
-        counts = counts & (weights is not None and np.asarray(weights[::every]).reshape(len(labels), -1).any(-1))
     wrong = is_wrong(labels) & np.isfinite(labels) & (True if ignored is None else labels != ignored)
-    wrong[~counts] = False
+    if call.sample_weight is not None:
+        every = sampling_stride(output.labels, call.max_values)
+        wrong &= _counts(labels, None if output.weights is None else output.weights[::every])
     return labels[wrong], f"{count_bad_rows(wrong)} of {which_rows}"
+
+
+def _counts(labels: np.ndarray, weights: Any) -> Any:
+    """Return which labels have a weight other than 0, given for each of them or for each row; none if the weights are unknown."""
+    if weights is None or len(weights) != len(labels):
+        return False
+    own = np.asarray(weights) != 0
+    if own.shape != labels.shape[: own.ndim]:
+        own = own.reshape(len(own), -1).any(-1)
+    return own.reshape(*own.shape, *[1] * (labels.ndim - own.ndim))
 
 
 def _masks(layer: Any) -> bool:

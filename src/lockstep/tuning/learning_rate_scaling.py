@@ -172,8 +172,9 @@ class LearningRateScaling(keras.callbacks.Callback):
     def _start_warm_up(self, batch: int) -> WarmUp:
         """Return the warm-up of this call of ``fit``, at its first step or at the step at which it resumes."""
         before = self.factor
-        if batch == 0 or before is None:  # At a resumed step the batch may be the smaller one that ends an epoch.
-            self.progress = {**self.progress, "batch": self._rows() * _accumulated(self._optimizer)}
+        # At a resumed step the batch may be the smaller one that ends a pass.
+        if before is None or (batch == 0 and not (self.data and self.data.is_mid_pass)):
+            self.progress = {**self.progress, "batch": self._rows() * trainer.batches_per_update(self._optimizer)}
         factor = self.factor or 1.0
         if before is None:
             self.progress |= {"base": self._rate, "is_over": False}
@@ -238,8 +239,3 @@ class LearningRateScaling(keras.callbacks.Callback):
                 f"LearningRateScaling: the warm-up lasts {self._epochs} epochs, and this input does not say how many batches an epoch has. Fix: pass "
                 "steps_per_epoch to fit, or warmup_epochs=0."
             )
-
-
-def _accumulated(optimizer: Any) -> int:
-    """Return the number of batches whose gradients make one update."""
-    return trainer.inner_optimizer(optimizer).gradient_accumulation_steps or 1

@@ -337,6 +337,18 @@ def test_two_of_them_are_refused(tmp_path):
         model.fit(x, y, callbacks=backups, verbose=0)
 
 
+def test_data_with_hooks_that_have_two_uses_are_told(tmp_path, caplog):
+    caplog.set_level("INFO", "lockstep")
+    for both in (False, True):
+        rows = Shuffled()
+        run = Run(tmp_path / str(both), given={"x": rows}, epochs=1)
+        run.validation = lambda rows=rows, both=both: {"validation_data": rows if both else Shuffled()}
+        run.fit()
+        assert (
+            "Shuffled: its hooks at the beginning and end of epochs also run for another use" in caplog.text
+        ) is both
+
+
 def test_a_custom_loop_resumes(tmp_path):
     strategy = lockstep.MirroredStrategy(["cpu:0", "cpu:1"])
     begin = {"weights": [np.zeros(3, "float32"), np.ones(2, "float32")], "moment": np.float32(1)}

@@ -16,7 +16,7 @@ from lockstep.checkpoint.store import CheckpointStore
 from lockstep.data.process_group import ProcessGroup
 from lockstep.fit.checkpointing.preemption import exit_after_checkpoint
 
-from .runs import INPUTS, Run, whole
+from .runs import INPUTS, Run, Shuffled, whole
 
 pytestmark = pytest.mark.filterwarnings("ignore:Your input ran out of data")
 RARELY = {"save_freq": 1000}
@@ -75,6 +75,13 @@ def test_it_stops_with_a_checkpoint_and_goes_on_with_the_same_bits(kind, moment,
     second = Run(tmp_path, kind, options=RARELY)
     assert second.fit() == whole(kind)
     assert len(first.heard) + len(second.heard) == 15
+
+
+@pytest.mark.slow
+def test_hooks_of_validation_data_run_once_for_a_validation_that_is_run_again(tmp_path):
+    run = {"validation": lambda: {"validation_data": Shuffled()}, "options": RARELY}
+    assert preempted(Run(tmp_path, **run), "on_test_batch_end", 2) == ENDS_WITH
+    assert Run(tmp_path, **run).fit() == Run(None, **run).fit(backup=False)
 
 
 class CountsValidation(keras.callbacks.Callback):

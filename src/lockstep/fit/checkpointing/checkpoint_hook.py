@@ -111,8 +111,7 @@ class CheckpointCallbackList(keras.callbacks.CallbackList):
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         """See Keras."""
-        self._run.batch_begins(self._epoch, batch)
-        if not self._run.resumed.has_done(self._epoch, batch):
+        if self._run.batch_begins(self._epoch, batch):
             super().on_train_batch_begin(batch, logs)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:

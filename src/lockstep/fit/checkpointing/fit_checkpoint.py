@@ -279,6 +279,7 @@ class FitCheckpoint(StepHook):
         self._current: tuple[int, int] | None = None  # epoch and batch of the step that Keras is at
         self._unreported_steps = 0  # steps that were started since a batch ended; with steps_per_execution several
         self._before_validation: _SavePoint | None = None
+        self._rows: int | None = resumed.metadata.get("rows")  # of a batch that does not end a pass
         self._earlier_fit: FitRecord | None = None  # how the earlier run was trained, until it was compared
         if not resumed.is_new:
             self._check_setup()
@@ -344,9 +345,11 @@ class FitCheckpoint(StepHook):
             self._restore()
         self.resumed = replace(self.resumed, arrays={})  # They are as large as the model.
 
-    def batch_begins(self, epoch: int, batch: int) -> None:
-        """Note the step that Keras is at."""
+    def batch_begins(self, epoch: int, batch: int) -> bool:
+        """Note the step that Keras is at; return whether there is one that an earlier process has not done."""
         self._current = (epoch, batch)
+        # Of a pass that was resumed in its middle, Keras finds the end only in the step.
+        return not self.resumed.has_done(epoch, batch) and not self._data.is_at_end
 
     def batch_ended(self, batch: int, logs: Any) -> None:
         """Save if it is time to; ``batch`` steps of the epoch are done."""
@@ -366,7 +369,7 @@ class FitCheckpoint(StepHook):
 
     def validation_begins(self) -> None:
         """Keep the state before a validation, for a preemption during it."""
-        point = self._save_point(self._position, True, _CHANGED_BY_VALIDATION)
+        point = self._before_reset(self._save_point(self._position, True, _CHANGED_BY_VALIDATION))
         hearing = [number for number, callback in enumerate(self._other_callbacks) if _hears_validation(callback)]
         self._before_validation = replace(point, callbacks={number: self._packed(number) for number in hearing})
 
@@ -460,7 +463,7 @@ class FitCheckpoint(StepHook):
             "is_finished": is_finished,
             "extends": self.resumed.extends,
             "stop_training": bool(self._model.stop_training),
-            "rows": self._data.rows,
+            "rows": self._rows or self._data.rows,
             **point.data.to_json(),
             "validation": point.validation.to_json() if point.validation else None,
             "random": point.random,
@@ -486,6 +489,15 @@ class FitCheckpoint(StepHook):
         values = self._copies(*kinds) if kinds else {}
         is_over = is_epoch_over and position.batch > 0
         return _SavePoint(position, is_over, data, validation, random, values)
+
+    def _before_reset(self, point: _SavePoint) -> _SavePoint:
+        """Return the save point before Keras's reset of the validation data, whose hook is run again when a validation begins again."""
+        random = self._validation.random_before_reset() if self._validation else None
+        if random is None or point.validation is None:
+            return point
+        iterator = point.data.iterator and replace(point.data.iterator, after=random)
+        validation = replace(point.validation, hooks=point.validation.hooks[:-1])
+        return replace(point, data=replace(point.data, iterator=iterator), validation=validation, random=random)
 
     def _copies(self, *kinds: str) -> dict[str, Any]:
         return self._variables.copies(*kinds, wanted=self._store is not None, in_shards=self._writes_shards)
@@ -558,6 +570,9 @@ class FitCheckpoint(StepHook):
 
     def _report_changed_batch(self) -> None:
         """Log, after the first step, if the batch has changed and the learning rate has not."""
+        if self._data.is_at_end:  # The last batch may be a smaller one.
+            return
+        self._rows = self._data.rows
         then, self._earlier_fit = self._earlier_fit, None
         if then and self._data.rows and doctor_enabled():
             now = replace(then, rows=self._data.rows)
