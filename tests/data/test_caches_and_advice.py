@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 import lockstep
-from lockstep.data import prefetch
+from lockstep.data import input_bound, prefetch
 from lockstep.data.cache import FileBatchStore
-from lockstep.data.prefetch import WaitMeter
+from lockstep.data.input_bound import WaitMeter
 from lockstep.data.resumable_iterator import ResumableIterator
 from lockstep.data.sources import make_source
 from lockstep.devices.placement import DEVICE_AXIS, Placement
@@ -290,7 +290,7 @@ def test_a_slow_generator_is_named_at_the_end_of_fit(wait, told, caplog, monkeyp
             time.sleep(wait)
             yield x, y
 
-    monkeypatch.setattr(prefetch, "_MIN_WAITED_SECONDS", 0.2)
+    monkeypatch.setattr(input_bound, "_MIN_WAITED_SECONDS", 0.2)
     caplog.set_level(logging.INFO, "lockstep")
     model, _ = counting(Topology(2, 1))
     model.fit(batches(), steps_per_epoch=40, shuffle=False, verbose=0)

@@ -16,7 +16,7 @@ import pytest
 from lockstep import cli
 from lockstep._errors import OptionError
 from lockstep.cluster_resolver import KubernetesClusterResolver
-from lockstep.distributed.cluster.env_reader import SECRET, SECRET_FILE
+from lockstep.distributed.cluster.secret import SECRET, SECRET_FILE
 from lockstep.launch.job_scripts import JOB_SCRIPTS
 from lockstep.launch.launch_config import LaunchConfig
 from tests.launch.block_yaml import documents

@@ -9,7 +9,7 @@ import shlex
 
 import pytest
 
-from lockstep.distributed.cluster.env_reader import SECRET
+from lockstep.distributed.cluster.secret import SECRET
 from lockstep.launch.job_scripts import JOB_SCRIPTS
 from tests.launch.block_yaml import documents
 from tests.launch.test_job_scripts import WORDS, YAML, job, job_in

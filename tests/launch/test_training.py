@@ -4,7 +4,8 @@ import re
 
 import pytest
 
-from lockstep.distributed.cluster.env_reader import GENERATION, OPEN, SECRET
+from lockstep.distributed.cluster.env_reader import GENERATION, OPEN
+from lockstep.distributed.cluster.secret import SECRET
 from lockstep.launch.rank_assignment import RankAssignment
 from tests.launch.launching import program, run
 

@@ -567,14 +567,14 @@ FAULTS = [
     ),
     Mutant(
         "short-secret",
-        "distributed/cluster/env_reader.py",
+        "distributed/cluster/secret.py",
         "if len(secret) < MIN_SECRET_BYTES:",
         "if not secret:",
         "A secret may be so short that it can be guessed.",
     ),
     Mutant(
         "secret-file-of-everyone",
-        "distributed/cluster/env_reader.py",
+        "distributed/cluster/secret.py",
         "if mode & stat.S_IROTH:",
         "if False:",
         "A file with the secret may be readable for every user.",

@@ -37,7 +37,7 @@ from lockstep.custom_loops.per_replica import (
     split_batch,
 )
 from lockstep.custom_loops.replica_context import current_replica
-from lockstep.data.prefetch import WaitMeter
+from lockstep.data.input_bound import WaitMeter
 from lockstep.data.resumable_iterator import BatchCheck, BatchGather, ResumableIterator
 from lockstep.data.sources import InputSource, WrappedSource
 from lockstep.devices.placement import Placement, count_rows

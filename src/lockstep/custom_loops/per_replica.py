@@ -1,7 +1,6 @@
 """Values that differ from replica to replica, and the checks of what ``run`` takes and returns."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,7 +10,7 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 
-from lockstep._errors import InputError, ModelError, OptionError, check_depth, shown
+from lockstep._errors import InputError, OptionError, check_depth, shown
 from lockstep.data.sources import NON_NUMERIC_KINDS
 from lockstep.devices.batch_layout import rows_of_replicas
 from lockstep.devices.placement import Placement
@@ -314,24 +313,3 @@ def check_host_argument(leaf: Any) -> Any:
     if isinstance(leaf, (np.ndarray, np.generic, int)):
         as_numeric_array(leaf, "strategy.run: args, kwargs: ")
     return leaf
-
-
-_TRACER_ERRORS = (
-    jax.errors.ConcretizationTypeError,
-    jax.errors.NonConcreteBooleanIndexError,
-    jax.errors.TracerArrayConversionError,
-    jax.errors.TracerIntegerConversionError,
-)
-
-
-@contextmanager
-def explain_tracer_errors() -> Iterator[None]:
-    """Replace JAX's errors about values that are unknown while tracing by one with instructions."""
-    try:
-        yield
-    except _TRACER_ERRORS as error:
-        raise ModelError(
-            "strategy.run: fn needs the value of an array while it is traced, when only its shape is known "
-            f"({str(error).partition(chr(10))[0]}). Fix: write jnp.where or jax.lax.cond for an if, jnp for np; pass "
-            "values that are known beforehand as static arguments such as texts, or as a closure."
-        ) from error

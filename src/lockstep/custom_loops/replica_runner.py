@@ -6,7 +6,8 @@ on the replica, such as an update with gradients that were added up, is computed
 on no argument at all is returned for each replica: it may be the number of rows, which can differ between replicas.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -371,3 +372,24 @@ def _identity(constant: Any) -> tuple[Any, ...]:
 
 def _refuse_nested(where: str) -> Any:
     raise ModelError(f"strategy.run: replicas cannot sync {where}: all of them must sync once, at the same point.")
+
+
+_TRACER_ERRORS = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.NonConcreteBooleanIndexError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
+
+
+@contextmanager
+def explain_tracer_errors() -> Iterator[None]:
+    """Replace JAX's errors about values that are unknown while tracing by one with instructions."""
+    try:
+        yield
+    except _TRACER_ERRORS as error:
+        raise ModelError(
+            "strategy.run: fn needs the value of an array while it is traced, when only its shape is known "
+            f"({str(error).partition(chr(10))[0]}). Fix: write jnp.where or jax.lax.cond for an if, jnp for np; pass "
+            "values that are known beforehand as static arguments such as texts, or as a closure."
+        ) from error

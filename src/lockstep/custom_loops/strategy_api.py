@@ -28,7 +28,6 @@ from lockstep.custom_loops.per_replica import (
     check_result,
     check_shapes,
     check_structures,
-    explain_tracer_errors,
     is_cut,
     is_per_replica,
     is_value,
@@ -43,7 +42,7 @@ from lockstep.custom_loops.replica_context import (
     dtype_of_mean,
     in_context,
 )
-from lockstep.custom_loops.replica_runner import run_on_replicas
+from lockstep.custom_loops.replica_runner import explain_tracer_errors, run_on_replicas
 from lockstep.data.input_options import InputOptions, check_input_options
 from lockstep.data.process_group import ProcessGroup
 from lockstep.data.sources import make_tree_source

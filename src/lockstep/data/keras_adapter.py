@@ -17,7 +17,7 @@ import numpy as np
 
 from lockstep._keras import trainer
 from lockstep.data.indexed_batches import IndexedBatches, UnreadBatchCounter, run_epoch_hook
-from lockstep.data.prefetch import WaitMeter
+from lockstep.data.input_bound import WaitMeter
 from lockstep.data.random_state import capture_random_state, restore_random_state
 from lockstep.data.resumable_iterator import (
     BatchCheck,

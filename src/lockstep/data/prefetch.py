@@ -1,6 +1,6 @@
-"""Prefetching of batches in a thread, and how long steps wait for batches.
+"""Prefetching of batches in a thread.
 
-Neither reads a batch beyond its limit: batches of a generator stay in it until an epoch needs them.
+No batch is read beyond the limit: batches of a generator stay in it until an epoch needs them.
 """
 
 import contextvars
@@ -9,113 +9,14 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
-from contextvars import ContextVar
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, Protocol
 
 import jax
 
 from lockstep._keras import trainer
-from lockstep._keras.patches import value_in_context
 from lockstep._logging import is_cancelled, log_info
-
-BOUND = 0.2  # share of the time spent waiting for data from which on advice is given
-_MIN_WAITED_SECONDS = 2.0  # of waiting, below which no advice is given
-
-_collected: ContextVar["list[WaitMeter] | None"] = ContextVar("collected", default=None)
-
-
-@contextmanager
-def collect_meters() -> Iterator["list[WaitMeter]"]:
-    """Yield a list to which each meter is added that is made in this context."""
-    made: list[WaitMeter] = []
-    with value_in_context(_collected, made):
-        yield made
-
-
-class WaitMeter:
-    """Measures how much of the time no step could run because the next batch was missing.
-
-    The clock starts with the third step: the first two are compiled.
-
-    Args:
-        clock: returns seconds.
-
-    Attributes:
-        waited: seconds in all, the first steps included.
-        read: seconds for which the data's code has run, in any thread.
-        taking: seconds that the thread which starts the steps has spent on getting batches, waiting or reading, in all.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock, self._steps, self._waited = clock, 0, 0.0
-        self._begun = clock()
-        self.waited = self.read = self.taking = 0.0
-        collected = _collected.get()
-        if collected is not None:
-            collected.append(self)
-
-    @contextmanager
-    def getting(self) -> Iterator[None]:
-        """Measure while the thread which starts the steps gets the next batch."""
-        begun = self._clock()
-        try:
-            yield
-        finally:
-            self.taking += self._clock() - begun
-
-    @contextmanager
-    def waiting(self, after: Any = None) -> Iterator[None]:
-        """Measure while the next batch is waited for and no step runs.
-
-        Args:
-            after: result of the last step; until it is there the devices are at work.
-        """
-        begun, idle_from = self._clock(), self._time_of(after)
-        try:
-            yield
-        finally:
-            seconds = self._clock() - max(begun, idle_from[0]) if idle_from else 0.0
-            self._waited += seconds
-            self.waited += seconds
-
-    def _time_of(self, result: Any) -> list[float]:
-        """Return a list to which a thread adds the time at which a result is there."""
-        if result is None:
-            return [self._clock()]
-        times: list[float] = []
-
-        def wait() -> None:
-            with suppress(RuntimeError):  # The code that reads the result gets its error.
-                jax.block_until_ready(result)
-            times.append(self._clock())
-
-        threading.Thread(target=wait, name="lockstep-step-end", daemon=True).start()
-        return times
-
-    def step(self) -> None:
-        """Count a step, which begins now."""
-        self._steps += 1
-        if self._steps == 3:
-            self._begun, self._waited = self._clock(), 0.0
-
-    def advice(self) -> str | None:
-        """Return the advice for the user, or None if the training is not input-bound."""
-        passed = self._clock() - self._begun
-        if self._steps <= 3 or self._waited < _MIN_WAITED_SECONDS or self._waited < BOUND * passed:
-            return None
-        problem, fix = describe_waiting(self._waited / passed)
-        return f"input-bound: {problem}. {fix}"
-
-
-def describe_waiting(share: float) -> tuple[str, str]:
-    """Return the problem and the fix if so large a share of the time is spent waiting."""
-    return (
-        f"{100 * share:.0f} % of the time is spent waiting for data",
-        "Do less for each batch, read it with several workers, or keep what does not change with lockstep.InputOptions(cache=…)",
-    )
-
 
 PATIENCE = 60.0  # seconds without a batch after which a wait is logged, and again after each doubling; or given up
 _GRACE = 0.5  # seconds that the thread gets to end; after an error or Ctrl-C it may be in the user's code

@@ -14,7 +14,8 @@ import jax
 import numpy as np
 
 from lockstep._errors import InputError
-from lockstep.data.prefetch import BatchReader, InlineReader, Prefetcher, WaitMeter
+from lockstep.data.input_bound import WaitMeter
+from lockstep.data.prefetch import BatchReader, InlineReader, Prefetcher
 from lockstep.data.random_state import (
     capture_random_state,
     restore_random_state,

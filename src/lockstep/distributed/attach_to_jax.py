@@ -21,8 +21,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from lockstep._errors import PEER_LOST, ClusterError
 from lockstep._logging import WaitLogger, listed
 from lockstep.distributed.cluster.addresses import COORDINATOR, is_loopback, resolve_coordinator
-from lockstep.distributed.cluster.env_reader import SECRET, SECRET_FILE, NetworkOptions
+from lockstep.distributed.cluster.env_reader import NetworkOptions
 from lockstep.distributed.cluster.membership import WorkerGroup, check_reachable
+from lockstep.distributed.cluster.secret import SECRET, SECRET_FILE
 from lockstep.distributed.control.handshake import open_listener
 from lockstep.distributed.control.termination import ExitGuard
 from lockstep.distributed.jax_init import (

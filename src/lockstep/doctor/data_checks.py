@@ -16,8 +16,8 @@ from lockstep._keras.graph import is_keras_class, layers_of, operations_of
 from lockstep._keras.output_activations import outputs_of
 from lockstep._logging import counted
 from lockstep.data.fit_wrapper import callbacks_in
+from lockstep.data.input_bound import BOUND, describe_waiting
 from lockstep.data.keras_adapter import KerasInput
-from lockstep.data.prefetch import BOUND, describe_waiting
 from lockstep.data.random_state import capture_random_state, restore_random_state
 from lockstep.devices.batch_layout import rows_of_replicas
 from lockstep.doctor.base import Finding, FitCall, array_in_memory, sample_rows

@@ -20,8 +20,9 @@ from lockstep.devices.cpu_devices import check_thread_pool, usable_cores
 from lockstep.devices.host_memory import HostMemory, host_memory, returned_memory_reason
 from lockstep.devices.placement import is_large
 from lockstep.distributed.cluster.addresses import host_of, is_loopback, split_address
-from lockstep.distributed.cluster.env_reader import NO_SECRET, SECRET, SECRET_FILE, NetworkOptions
+from lockstep.distributed.cluster.env_reader import NO_SECRET, NetworkOptions
 from lockstep.distributed.cluster.membership import Membership
+from lockstep.distributed.cluster.secret import SECRET, SECRET_FILE
 from lockstep.distributed.control.handshake import needs_secret, open_listener
 from lockstep.doctor.base import Finding, FitCall, array_in_memory
 

@@ -1,8 +1,11 @@
-"""Jaxpr utilities: evaluate a jaxpr with replaced equations, extract a subprogram, inline calls that contain a primitive, and
-count operations.
+"""Jaxpr utilities: evaluate a jaxpr with replaced equations, extract a subprogram, inline calls that contain a primitive, count
+operations, and name the line of the user's program that an operation comes from.
 """
 
 import math
+import os
+import re
+import sysconfig
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -156,3 +159,18 @@ def _body(equation: JaxprEqn, refuse: Callable[[str], Any]) -> ClosedJaxpr:
         refuse(f"inside jax.lax.{name} or a loop that compiles to it")
     closed = next(value for value in equation.params.values() if isinstance(value, (Jaxpr, ClosedJaxpr)))
     return closed if isinstance(closed, ClosedJaxpr) else ClosedJaxpr(closed, [])
+
+
+_INSTALLED = tuple({sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), sysconfig.get_path("stdlib")})
+_OWN = os.path.dirname(os.path.dirname(__file__))
+_TRANSFORMATIONS = ("vmap", "jvp", "transpose", "checkpoint", "rematted_computation")
+
+
+def source_location(equation: JaxprEqn) -> tuple[str, str]:
+    """Return the layer and the line of the user's program that an operation comes from; empty if unknown."""
+    info = equation.source_info
+    names = [name for name in re.findall(r"[^/()]+", str(info.name_stack)) if name not in _TRANSFORMATIONS]
+    frames: Sequence[Any] = info.traceback.frames if info.traceback is not None else ()
+    users = (frame for frame in frames if not frame.file_name.startswith((*_INSTALLED, _OWN, "<frozen")))
+    line = next((f"{os.path.basename(frame.file_name)}:{frame.line_num}" for frame in users), "")
+    return "/".join(names), line

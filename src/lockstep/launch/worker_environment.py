@@ -14,7 +14,8 @@ from pathlib import Path
 
 from lockstep._errors import OptionError
 from lockstep.distributed.cluster.addresses import COORDINATOR, PORT
-from lockstep.distributed.cluster.env_reader import BIND, KEEP_MEMORY, SECRET, SECRET_FILE
+from lockstep.distributed.cluster.env_reader import BIND, KEEP_MEMORY
+from lockstep.distributed.cluster.secret import SECRET, SECRET_FILE
 from lockstep.distributed.resolvers.simple import JaxClusterResolver
 from lockstep.distributed.resolvers.torchrun import TorchrunClusterResolver
 from lockstep.launch.launch_config import LaunchConfig

@@ -12,16 +12,9 @@ import pytest
 import lockstep
 from lockstep._keras import trainer
 from lockstep.callbacks import BackupAndRestore, ThroughputMonitor
-from lockstep.fit.monitoring.step_timer import (
-    NAMES,
-    PEAKS,
-    FitProgress,
-    StepTimer,
-    TimerReading,
-    flops_of_step,
-    numbers_of,
-    peak_of,
-)
+from lockstep.devices.peak_flops import PEAKS, peak_of
+from lockstep.fit.monitoring.step_timer import NAMES, FitProgress, StepTimer, TimerReading, flops_of_step, numbers_of
+from lockstep.tools.plan.hardware import known_accelerators
 
 from .runs import BATCH, STEPS, built, data, fit
 
@@ -246,6 +239,12 @@ def test_peaks_are_found_by_the_names_that_jax_gives():
         "TPU v6 lite": "TPU v6",
     }
     assert {kind: peak_of(kind) for kind in kinds} == {kind: PEAKS[name] for kind, name in kinds.items()}
+    planned = {
+        kind: one.peak.get("bfloat16", one.peak.get("float16"))
+        for one in known_accelerators().values()
+        for kind in one.kinds
+    }
+    assert {kind: peak_of(kind) for kind in planned} == planned
     assert peak_of("NVIDIA L40") is None
     assert peak_of("cpu") is None
 

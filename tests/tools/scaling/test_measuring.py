@@ -17,7 +17,7 @@ import pytest
 import lockstep
 from lockstep import DeviceError, OptionError, cli
 from lockstep.collectives import ops_from_argument
-from lockstep.data.prefetch import WaitMeter, collect_meters
+from lockstep.data.input_bound import WaitMeter, collect_meters
 from lockstep.strategies import options
 from lockstep.strategies.options import override_devices
 from lockstep.tools.scaling import api

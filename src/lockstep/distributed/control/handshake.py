@@ -28,7 +28,8 @@ from typing import Any
 from lockstep._errors import ClusterError, check_depth
 from lockstep._logging import capitalized
 from lockstep.distributed.cluster.addresses import is_loopback, join_address, split_address
-from lockstep.distributed.cluster.env_reader import BIND, OPEN, SECRET, SECRET_FILE, NetworkOptions
+from lockstep.distributed.cluster.env_reader import BIND, OPEN, NetworkOptions
+from lockstep.distributed.cluster.secret import SECRET, SECRET_FILE
 from lockstep.distributed.control.transport import (
     HANDSHAKE_BYTES,
     MAX_BYTES,

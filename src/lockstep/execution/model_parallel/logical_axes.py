@@ -14,7 +14,7 @@ from typing import Any
 
 from jax.extend.core import JaxprEqn
 
-from lockstep.execution.rowwise import source_location
+from lockstep.execution.jaxpr_utils import source_location
 
 AxisKey = tuple[int, int]  # number of an array, and an axis
 

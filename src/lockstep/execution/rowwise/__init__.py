@@ -19,7 +19,6 @@ from lockstep.execution.rowwise.row_axes import (
     is_noise,
     move_rows_back,
     move_rows_first,
-    source_location,
 )
 
 __all__ = [
@@ -34,7 +33,6 @@ __all__ = [
     "is_noise",
     "move_rows_back",
     "move_rows_first",
-    "source_location",
     "statistic_of_replica",
     "trace_for_rows",
 ]

@@ -1,8 +1,6 @@
 """Row axes of arrays, and pairs of equations from two traces with different numbers of rows."""
 
 import os
-import re
-import sysconfig
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,6 +10,8 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
+
+from lockstep.execution.jaxpr_utils import source_location
 
 
 @dataclass(frozen=True)
@@ -151,24 +151,7 @@ def move_rows_back(value: jax.Array, axis: RowAxis) -> jax.Array:
     return moved.reshape((*shape[: axis.axis], length, *shape[axis.axis + 3 :]))
 
 
-# --- source locations ----------------------------------------------------------------------------------------------------------
-
-_INSTALLED = tuple({sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), sysconfig.get_path("stdlib")})
-_OWN = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
 _LIBRARIES = tuple(os.path.join(module.__path__[0], "") for module in (jax, keras))
-
-
-def source_location(equation: JaxprEqn) -> tuple[str, str]:
-    """Return the layer and the line of the user's program that an operation comes from; empty if unknown."""
-    info = equation.source_info
-    names = [name for name in re.findall(r"[^/()]+", str(info.name_stack)) if name not in _TRANSFORMATIONS]
-    frames: Sequence[Any] = info.traceback.frames if info.traceback is not None else ()
-    users = (frame for frame in frames if not frame.file_name.startswith((*_INSTALLED, _OWN, "<frozen")))
-    line = next((f"{os.path.basename(frame.file_name)}:{frame.line_num}" for frame in users), "")
-    return "/".join(names), line
-
-
-_TRANSFORMATIONS = ("vmap", "jvp", "transpose", "checkpoint", "rematted_computation")
 
 
 @dataclass(frozen=True)

@@ -385,7 +385,7 @@ ENTRYWISE = [
     *("shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square", "stop_gradient"),
     *("sub", "tan", "tanh", "xor", "zeta"),
 ]
-DRAWS = ("random_bits", "random_split")
+DRAWS = ("random_bits", "random_gamma", "random_split")
 ROW_DEPENDENT_PARAMS = {
     **dict.fromkeys(("broadcast_in_dim", "iota", "random_bits", "random_split"), ("shape",)),
     **dict.fromkeys(("dynamic_slice", "gather"), ("slice_sizes",)),

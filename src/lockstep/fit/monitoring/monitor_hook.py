@@ -26,7 +26,7 @@ from lockstep._errors import summary_of
 from lockstep._keras.trainer import steps_done
 from lockstep.checkpoint.serialization import STATUS
 from lockstep.data.fit_wrapper import callbacks_in
-from lockstep.data.prefetch import WaitMeter
+from lockstep.data.input_bound import WaitMeter
 from lockstep.data.process_group import ProcessGroup
 from lockstep.distributed.control.heartbeat import WorkerStatus
 from lockstep.execution.step_hooks import StepHook

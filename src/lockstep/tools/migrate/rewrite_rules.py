@@ -7,12 +7,8 @@ from itertools import takewhile
 from typing import TypeGuard
 
 from lockstep.tools.migrate.source import Edit, ImportBindings, SourceText, parameters_of
-from lockstep.tools.migrate.symbol_map import STRATEGY_METHODS, translated
+from lockstep.tools.migrate.symbol_map import ACTIVATIONS, STRATEGY_METHODS, translated
 
-_ACTIVATIONS = (
-    *("elu", "gelu", "leaky_relu", "relu", "relu6", "selu"),
-    *("sigmoid", "silu", "softmax", "softplus", "swish", "tanh"),
-)
 _REDUCTIONS = ("none", "sum", "sum_over_batch_size")
 _BEFORE_CACHE = ("batch", "prefetch", "shuffle")
 _SIZES = {  # Arguments of layers that must be Python integers in Keras 3.
@@ -104,7 +100,7 @@ def activations(source: SourceText, bindings: ImportBindings) -> Iterator[Edit]:
         for value in activations_of(call, full_name(bindings, call)):
             name = bindings.name_of(value)
             short = name.removeprefix("tensorflow.nn.")
-            if short != name and short in _ACTIVATIONS and source.can_quote(value):
+            if short != name and short in ACTIVATIONS and source.can_quote(value):
                 yield source.replaced(value, f'"{short}"')
 
 

@@ -390,3 +390,10 @@ def why_absent(name: str) -> str | None:
     of_version_1 = name.replace("tensorflow.compat.v1.", "tensorflow.", 1)
     prefix = _prefix(of_version_1, ABSENT) or _prefix(name, ABSENT)
     return (prefix and ABSENT[prefix]) or None
+
+
+# Functions of tf.nn that Keras knows by name as activations.
+ACTIVATIONS = (
+    *("elu", "gelu", "leaky_relu", "relu", "relu6", "selu"),
+    *("sigmoid", "silu", "softmax", "softplus", "swish", "tanh"),
+)

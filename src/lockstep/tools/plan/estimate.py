@@ -27,9 +27,8 @@ from lockstep.data.sources import AdapterSource, make_source
 from lockstep.devices.placement import count_rows, placement_on
 from lockstep.doctor.base import is_user_code
 from lockstep.execution.executors import ModelParallelExecutor, SpmdExecutor
-from lockstep.execution.jaxpr_utils import equations_of
+from lockstep.execution.jaxpr_utils import equations_of, source_location
 from lockstep.execution.model_parallel.model_shardings import MeshAxes, MeshOptions, ModelShardings
-from lockstep.execution.rowwise import source_location
 from lockstep.execution.step_functions import StepFunctions
 from lockstep.execution.variable_layout import ModelLayout, VariableLayout, layout_notes, layout_of
 from lockstep.execution.variable_shards import Recompute, Shard

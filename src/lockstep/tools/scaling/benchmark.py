@@ -26,7 +26,7 @@ from lockstep._keras import trainer
 from lockstep._keras.graph import cause_of
 from lockstep.collectives import ALGORITHMS, CrossDeviceOps
 from lockstep.collectives.cost_model import FORMULAS, AllReduceMeasurement
-from lockstep.data.prefetch import WaitMeter, collect_meters
+from lockstep.data.input_bound import WaitMeter, collect_meters
 from lockstep.devices.cpu_devices import reserve_devices
 from lockstep.execution.step_loop import STATE
 from lockstep.strategies.base import Strategy
