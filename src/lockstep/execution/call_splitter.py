@@ -181,6 +181,7 @@ class CallTrace:
         trace: its results are outputs, losses and stored attributes, masks, then the variables ``averaged``.
         form: structure of the results.
         averaged: variables that change.
+        changed: positions of all non-trainable variables that change.
         has_replica_state: whether each replica has statistics of its rows, or its part of a variable other than a seed.
         draws: whether random numbers are drawn.
     """
@@ -188,6 +189,7 @@ class CallTrace:
     trace: Trace
     form: _ResultForm
     averaged: tuple[_AveragedVariable, ...]
+    changed: tuple[int, ...]
     has_replica_state: bool
     draws: bool
 
@@ -258,6 +260,7 @@ def infer_output_spec(call: ModelCall, whole: CallTrace, sizes: set[int]) -> Out
         with _explaining_size(call.rows, size):
             part_call = _trace(call, size)
         _check_numbers(whole.form.numbers, part_call.form.numbers, call.rows, size)
+        _check_changed(call.model, whole, part_call)
         parts.append(part_call.trace)
     shapes = whole.trace.shapes[: len(whole.trace.shapes) - len(whole.averaged)]
     found, allows_padding = [], not whole.has_replica_state
@@ -294,6 +297,7 @@ def state_merges(call: ModelCall) -> tuple[StateMerge, ...]:
         if any(variable.reason for variable in part.averaged):
             with _explaining_size(call.rows, 2 * rows):
                 whole = _trace(call, 2 * rows)
+            _check_changed(call.model, whole, part)
             deps = _follow_rows(whole.trace, part.trace)
             first = _first_state(whole.averaged, deps[len(deps) - len(whole.averaged) :])
     return merges_with(variables, first)
@@ -315,6 +319,14 @@ def _first_state(averaged: tuple[_AveragedVariable, ...], deps: Sequence[RowDepe
         for variable, dep in zip(averaged, deps, strict=True)
         if dep is None or (variable.reason and is_noise(dep))
     }
+
+
+def _check_changed(model: keras.Model, whole: CallTrace, part: CallTrace) -> None:
+    """Check that a call changes the same variables for two numbers of rows."""
+    differ = sorted(set(whole.changed) ^ set(part.changed))
+    if differ:
+        path = model.non_trainable_variables[differ[0]].path
+        raise CannotSplitError(f"it changes variable {path!r} for some numbers of rows only")
 
 
 def _check_numbers(whole: dict[Any, Any], part: dict[Any, Any], rows: int, size: int) -> None:
@@ -407,7 +419,7 @@ def _trace(call: ModelCall, rows: int) -> CallTrace:
             for position, reason in zip(changed, reasons, strict=True)
             if reason or state_merge(variables[position]) is StateMerge.MEAN
         ]
-        learned["form"], learned["averaged"] = form, tuple(averaged)
+        learned["form"], learned["averaged"], learned["changed"] = form, tuple(averaged), tuple(changed)
         learned["state"] = any(
             not reason and not is_seed(variables[position]) for position, reason in zip(changed, reasons, strict=True)
         )
@@ -420,7 +432,7 @@ def _trace(call: ModelCall, rows: int) -> CallTrace:
         trace = trace_for_rows(function, fixed, call.inputs, rows, seeds)
     draws = not trace.operations.keys().isdisjoint(_RANDOM_OPERATIONS)
     has_state = bool(normalizations) or learned["state"]
-    return CallTrace(trace, learned["form"], learned["averaged"], has_state, draws)
+    return CallTrace(trace, learned["form"], learned["averaged"], learned["changed"], has_state, draws)
 
 
 def reason_for_proof(model: keras.Model, variable: keras.Variable) -> str:

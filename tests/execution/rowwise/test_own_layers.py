@@ -21,6 +21,13 @@ class Noise(layers.Layer):
         return x + keras.random.normal(ops.shape(x), seed=7)
 
 
+class GammaNoise(layers.Layer):
+    """The same of another distribution, which JAX draws by a primitive of its own."""
+
+    def call(self, x):
+        return x + keras.random.gamma(ops.shape(x), alpha=2.0, seed=7)
+
+
 class NoiseOfOwnKey(layers.Layer):
     """Noise of a key in a variable that is no ``SeedGenerator``."""
 
@@ -62,6 +69,50 @@ class NormedDerivative(layers.Layer):
 
     def call(self, x):
         return normed_derivative(x)
+
+
+class LastMeans(layers.Layer):
+    """Keeps the mean of whole batches and that of smaller ones."""
+
+    def build(self, shape):
+        make = {"shape": (), "initializer": "zeros", "trainable": False}
+        self.full, self.rest = (self.add_weight(name=name, **make) for name in ("full", "rest"))
+
+    def call(self, x):
+        (self.full if x.shape[0] == len(X) else self.rest).assign(ops.mean(x))
+        return x
+
+
+class AsksTheHost(layers.Layer):
+    """Divides by the number of rows, which only a function on the host has."""
+
+    def call(self, x):
+        rows = x.shape[0] or 1
+        return x * jax.pure_callback(lambda: np.float32(1 / rows), jax.ShapeDtypeStruct((), "float32"))
+
+    def compute_output_shape(self, shape):
+        return shape
+
+
+class NoiseOrMean(layers.Layer):
+    """Keeps noise or a moving mean, as a variable says."""
+
+    def __init__(self):
+        super().__init__()
+        self.normalization, self.seed = layers.BatchNormalization(), keras.random.SeedGenerator(3)
+
+    def build(self, shape):
+        self.normalization.build(shape)
+        self.kept = self.add_weight(shape=(shape[-1],), trainable=False)
+        self.is_noise = self.add_weight(shape=(), dtype="bool", initializer="ones", trainable=False)
+
+    def call(self, x, training=False):
+        found = self.normalization(x, training=training)
+        if training:
+            noise = keras.random.uniform((x.shape[-1],), seed=self.seed)
+            mean = ops.convert_to_tensor(self.normalization.moving_mean)
+            self.kept.assign(ops.cond(ops.convert_to_tensor(self.is_noise), lambda: noise, lambda: mean))
+        return found
 
 
 class Counter(layers.Layer):
@@ -107,12 +158,33 @@ def trained(layer, devices, steps=1, rows=8):
     return [before, *map(np.asarray, model.get_weights())]
 
 
-@pytest.mark.parametrize("layer", [Noise, NoiseOfOwnKey, ClippedGradient, NormedDerivative, Means])
+@pytest.mark.parametrize(
+    "layer",
+    [
+        *(Noise, GammaNoise, NoiseOfOwnKey, ClippedGradient, NormedDerivative, Means),
+        *(LastMeans, pytest.param(AsksTheHost, marks=pytest.mark.filterwarnings("ignore"))),
+    ],
+)
 def test_own_layer_has_the_numbers_of_plain_keras(layer, caplog):
     caplog.set_level("INFO", "lockstep")
     for ours, plain in zip(trained(layer, 2), trained(layer, 0), strict=True):
         np.testing.assert_allclose(ours, plain, rtol=1e-5, atol=1e-6)
     assert "runs on the global batch" in caplog.text
+
+
+def test_noise_that_a_condition_chooses_is_that_of_the_first_replica():
+    """Which has the numbers of plain Keras."""
+    kept = []
+    for devices in (2, 0):
+        keras.utils.set_random_seed(0)
+        strategy = lockstep.MirroredStrategy(["cpu:0", "cpu:1"]) if devices else None
+        with strategy.scope() if strategy else keras.name_scope("plain"):
+            layer = NoiseOrMean()
+            model = keras.Sequential([keras.Input((4,)), layer, layers.Dense(1)])
+            model.compile("sgd", "mse")
+        model.train_on_batch(X, X[:, :1])
+        kept.append(np.asarray(layer.kept))
+    np.testing.assert_array_equal(*kept)
 
 
 def test_noise_of_seed_generators_is_split(caplog):
@@ -134,6 +206,56 @@ def test_linear_gradient_of_a_weight_is_split(caplog):
 
     for ours, plain in zip(trained(Rounded, 2), trained(Rounded, 0), strict=True):
         np.testing.assert_allclose(ours, plain, rtol=1e-5, atol=1e-6)
+    assert "runs on the global batch" not in caplog.text
+
+
+@ops.custom_gradient
+def penalized(x):
+    return x, lambda upstream: upstream + 0.1 * x + 0.1
+
+
+@ops.custom_gradient
+def of_unit_length(x):
+    return x, lambda upstream: upstream / ops.norm(upstream, axis=-1, keepdims=True)
+
+
+@pytest.mark.parametrize("function", [penalized, of_unit_length])
+@pytest.mark.parametrize("devices", [2, 3])
+def test_a_gradient_that_is_not_zero_where_the_loss_has_none_is_that_of_plain_keras(function, devices):
+    """An uneven batch is padded, and the rows of padding have no loss."""
+
+    class Encoder(layers.Dense):
+        def call(self, x):
+            return function(super().call(x))
+
+    ours, plain = (trained(lambda: Encoder(3, name="encoder"), number, steps=2, rows=7) for number in (devices, 0))
+    for one, other in zip(ours, plain, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+REVERSED = {
+    "reversed": lambda upstream: -0.5 * upstream,
+    "clipped": lambda upstream: ops.clip(upstream, -0.1, 0.1),
+    "scaled to a length": lambda upstream: upstream / (ops.norm(upstream, axis=-1, keepdims=True) + 1e-3),
+    "of some rows": lambda upstream: ops.where(upstream > 0.1, upstream, 0.0),
+}
+
+
+@pytest.mark.parametrize("backward", REVERSED.values(), ids=REVERSED)
+def test_a_gradient_that_is_zero_where_the_loss_has_none_is_split(backward, caplog):
+    caplog.set_level("INFO", "lockstep")
+
+    @ops.custom_gradient
+    def function(x):
+        return x, backward
+
+    class Encoder(layers.Dense):
+        def call(self, x):
+            return function(super().call(x))
+
+    ours, plain = (trained(lambda: Encoder(3, name="encoder"), devices, rows=7) for devices in (2, 0))
+    for one, other in zip(ours, plain, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
     assert "runs on the global batch" not in caplog.text
 
 

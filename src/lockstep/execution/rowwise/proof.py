@@ -41,6 +41,9 @@ from lockstep.execution.rowwise.row_axes import (
     is_tracer,
 )
 from lockstep.execution.rowwise.rules import DRAWS, ROW_DEPENDENT_PARAMS, RULES, sum_rule
+from lockstep.execution.rowwise.zeros import are_zero
+
+_KEEP_ZEROS = ("broadcast_in_dim", "convert_element_type", "reshape")
 
 _KEY_OPERATIONS = ("random_seed", "random_wrap", "random_unwrap", "random_fold_in", "random_clone")
 _STATISTIC = "statistic_of_replica"  # the name of that function in a trace
@@ -284,15 +287,18 @@ class _JaxprReader:
                     raise MixedRowsError(
                         f"{pair.name} has a custom derivative that computes other results than the function"
                     )
-            zeros = [_are_zero(each.jaxpr, each.jaxpr.outvars[len(found) :]) for each in (one, other)]
-            for before, after, *are_zero in zip(own, results[len(found) :], *zeros, strict=True):
-                if all(are_zero):  # A zero is a sum over the rows, and the gradient of any row.
+            zeros = [are_zero(each.jaxpr, [False] * len(each.jaxpr.invars))[len(found) :] for each in (one, other)]
+            for before, after, *is_zero in zip(own, results[len(found) :], *zeros, strict=True):
+                if all(is_zero):  # A zero is a sum over the rows, and the gradient of any row.
                     continue
                 if isinstance(after, Mixed):
                     raise MixedRowsError(f"{pair.name} has a custom derivative, in which {after}")
                 is_kept = after == before or (isinstance(before, RowAxis) and before.uniform)
                 if not (is_kept if isinstance(before, RowAxis) else isinstance(after, RowSum)):
                     raise MixedRowsError(f"{pair.name} has a custom derivative that is no sum over the rows")
+            of_zeros = are_zero(one.jaxpr, [*([False] * len(own)), *([True] * len(cotangents))])
+            if not all(of_zeros[len(found) :]):  # Rows of padding have no loss, and must have no gradient.
+                raise MixedRowsError(f"{pair.name} has a custom derivative that may be one where its result has none")
         return found
 
     def cond(self, pair: EquationPair, inputs: RowDependences) -> RowDependences:
@@ -369,24 +375,6 @@ def _varying_like(given: RowDependences, found: RowDependences) -> RowDependence
     """Return the dependences of results; those that are independent of the batch differ by replica if one that is given does."""
     varying = sorted((one for one in given if isinstance(one, Seeded)), key=is_noise, reverse=True)
     return [varying[0] if one is None else one for one in found] if varying else found
-
-
-def _are_zero(jaxpr: Jaxpr, results: Sequence[Any]) -> list[bool]:
-    """Return which results are zeros, as derivatives are that a function leaves out."""
-    made = {result: equation for equation in jaxpr.eqns for result in equation.outvars}
-
-    def is_zero(atom: Any) -> bool:
-        if isinstance(atom, Literal):
-            return not np.any(np.asarray(atom.val))
-        equation = made.get(atom)
-        if equation is None:
-            return bool(atom.aval.dtype == jax.dtypes.float0)
-        return equation.primitive.name in _KEEP_ZEROS and is_zero(equation.invars[0])
-
-    return list(map(is_zero, results))
-
-
-_KEEP_ZEROS = ("broadcast_in_dim", "convert_element_type", "reshape")
 
 
 def _is_axis_of(one: RowDependence, other: RowDependence) -> bool:

@@ -114,7 +114,7 @@ def common_dependence(deps: RowDependences, what: str) -> RowDependence:
     """Return the dependence of a value whose entries are computed from the same entries of several others; None has no axis of rows."""
     named = [dep for dep in deps if not is_fixed(dep)]
     if not named:
-        return next((dep for dep in deps if dep is not None), None)
+        return max(deps, key=lambda dep: (is_noise(dep), dep is not None), default=None)
     if len(named) < len(deps) and any(isinstance(dep, (RowSum, RowCount, NeverTrue)) for dep in named):
         raise MixedRowsError(f"{what} combines a sum over the rows with another value")
     exact = [dep for dep in named if not (isinstance(dep, RowAxis) and dep.uniform)]
@@ -230,6 +230,9 @@ def check_params(pair: EquationPair, row_dependent: Sequence[str] = ()) -> None:
     one, other = (equation.params for equation in pair.equations)
     for name in one.keys() | other.keys():
         given = one.get(name), other.get(name)
+        called = [getattr(value, "callback_func", None) for value in given]
+        if called[0] is not called[1]:  # of jax.pure_callback
+            raise MixedRowsError(f"{pair.name} may call another function for another number of rows")
         if name not in row_dependent and not callable(given[0]) and not is_same(*given):
             raise MixedRowsError(f"{pair.name}: its {name} changes with the number of rows")
 
