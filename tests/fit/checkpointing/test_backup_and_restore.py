@@ -337,6 +337,15 @@ def test_two_of_them_are_refused(tmp_path):
         model.fit(x, y, callbacks=backups, verbose=0)
 
 
+@pytest.mark.parametrize("rate", [0.01, 0.5])
+def test_a_changed_learning_rate_that_is_not_used_is_told(rate, tmp_path, caplog):
+    caplog.set_level("INFO", "lockstep")
+    for given, epochs in ((0.01, 1), (rate, 2), (rate, 3)):
+        Run(tmp_path, optimizer=lambda _, given=given: keras.optimizers.Adam(given), epochs=epochs).fit()
+    line = "the learning rate of the program was 0.01 and is 0.5, which is not used: training continues with 0.01"
+    assert caplog.text.count(line) == (2 if rate == 0.5 else 0)
+
+
 def test_data_with_hooks_that_have_two_uses_are_told(tmp_path, caplog):
     caplog.set_level("INFO", "lockstep")
     for both in (False, True):

@@ -16,6 +16,7 @@ import keras
 import numpy as np
 
 from lockstep._errors import CheckpointError, InputError
+from lockstep._keras import trainer
 from lockstep._version import used_versions
 from lockstep.checkpoint.async_writer import AsyncWriter
 from lockstep.checkpoint.serialization import Loaded, Snapshot, open_stored
@@ -163,12 +164,13 @@ def _stored_here(directory: Path, name: str, sha256: str) -> Loaded | None:
     return loaded if loaded.sha256 == sha256 else None
 
 
-def resume_message(resumed: ResumedRun, directory: Path) -> str:
+def resume_message(resumed: ResumedRun, directory: Path, steps: int | None = None) -> str:
     """Return the line about the resume position, or why nothing is left to train.
 
     Args:
         resumed: the earlier run.
         directory: directory of the checkpoints.
+        steps: number of steps of an epoch, if it is known: with ``steps_per_execution`` the position may be beyond it.
 
     Example:
         >>> resume_message(ResumedRun(TrainPosition(step=56, epoch=3, batch=8), epochs=5), Path("run"))
@@ -180,7 +182,8 @@ def resume_message(resumed: ResumedRun, directory: Path) -> str:
         return f"{has}, and a callback has ended it: nothing is left to train. To train more, use BackupAndRestore(extend=True); to begin anew, take another directory."
     if resumed.is_over:
         return f"{has}: nothing is left to train. To train more, give fit more epochs; to begin anew, take another directory."
-    return f"resumes from {directory} at step {position.step}: epoch {position.epoch + 1}, after {position.batch} of its steps"
+    done = position.batch if steps is None else min(position.batch, steps)
+    return f"resumes from {directory} at step {position.step}: epoch {position.epoch + 1}, after {done} of its steps"
 
 
 def changed_versions_message(then: Mapping[str, str], now: Mapping[str, str]) -> str | None:
@@ -279,6 +282,7 @@ class FitCheckpoint(StepHook):
         self._current: tuple[int, int] | None = None  # epoch and batch of the step that Keras is at
         self._unreported_steps = 0  # steps that were started since a batch ended; with steps_per_execution several
         self._before_validation: _SavePoint | None = None
+        self._rate = _learning_rate(self._model)  # that the program has given
         self._rows: int | None = resumed.metadata.get("rows")  # of a batch that does not end a pass
         self._earlier_fit: FitRecord | None = None  # how the earlier run was trained, until it was compared
         if not resumed.is_new:
@@ -332,7 +336,8 @@ class FitCheckpoint(StepHook):
         given = {"callbacks": self._other_callbacks}  # The learning rate is that of the checkpoint now.
         call = FitCall(self._model, None, arguments=given, rows_read=resumed.metadata.get("rows"))
         self._earlier_fit = fit_record(call, learning_rate_of(call))
-        self._log(resume_message(resumed, self._backup.directory))
+        self._log(resume_message(resumed, self._backup.directory, self._data.steps))
+        self._report_unused_rate()
         changed = changed_versions_message(resumed.metadata.get("versions", self._versions), self._versions)
         if changed:
             self._log(changed)
@@ -464,6 +469,7 @@ class FitCheckpoint(StepHook):
             "extends": self.resumed.extends,
             "stop_training": bool(self._model.stop_training),
             "rows": self._rows or self._data.rows,
+            "rate": self._rate,
             **point.data.to_json(),
             "validation": point.validation.to_json() if point.validation else None,
             "random": point.random,
@@ -568,6 +574,16 @@ class FitCheckpoint(StepHook):
                 self._log(f"the metrics of validations may not be those of an uninterrupted run: {error}")
             restore_random_state(before)
 
+    def _report_unused_rate(self) -> None:
+        """Log if the program has another learning rate than before, as that of the checkpoint is restored."""
+        then, now, restored = self.resumed.metadata.get("rate"), self._rate, _learning_rate(self._model)
+        if None not in (then, now, restored) and now not in (then, restored):
+            self._log(
+                f"the learning rate of the program was {then:g} and is {now:g}, which is not used: training continues with {restored:g}, that of "
+                "the checkpoint. Fix: set it with keras.callbacks.LearningRateScheduler, or begin anew with another directory"
+            )
+        self._rate = then or now
+
     def _report_changed_batch(self) -> None:
         """Log, after the first step, if the batch has changed and the learning rate has not."""
         if self._data.is_at_end:  # The last batch may be a smaller one.
@@ -603,3 +619,9 @@ class FitCheckpoint(StepHook):
     def _wait_until_all_have_read(self) -> None:
         """Wait for all processes, as the chief replaces a checkpoint when the training ends, and may remove it when it saves."""
         self._process_group.all_gather("whether all have read the checkpoint", None)
+
+
+def _learning_rate(model: keras.Model) -> float | None:
+    """Return the learning rate; None if there are several, or a schedule."""
+    rate = trainer.adjustable_learning_rate(model.optimizer) if model.optimizer else None
+    return None if rate is None else float(np.asarray(rate))

@@ -468,6 +468,7 @@ _FIELDS = {
     "extends": _Field(*_COUNT[:2], is_optional=True),
     "stop_training": _FLAG,
     "rows": _Field("a whole number or null", _or_none(_is_count), is_optional=True),
+    "rate": _Field("a number or null", _or_none(_is_number), is_optional=True),
     "position": _Field("null, or batches, at_begin, after and digest of a pass", _or_none(_is_position)),
     "hooks": _Field('a list of "begin" or "end" with a state of random generators', _are_hooks),
     "cache": _Field("null, or hooks, random and digest of a cache", _or_none(_is_cache), is_optional=True),
