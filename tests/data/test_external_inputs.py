@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import lockstep
+from lockstep._keras.trainer import strategy_of
 from lockstep.data.indexed_batches import IndexedBatches
 from lockstep.data.random_state import capture_random_state
 from lockstep.data.sources import make_source, make_tree_source
@@ -261,6 +262,19 @@ def of_torch_persistent_workers(x, y):
     torch.manual_seed(0)
     workers = {"num_workers": 1, "persistent_workers": True, "multiprocessing_context": "forkserver", "timeout": 120}
     return {"x": torch.utils.data.DataLoader(dataset, batch_size=BATCH, shuffle=True, **workers)}
+
+
+def test_the_doctor_leaves_the_order_of_a_loader_with_a_generator():
+    read = []
+    for is_checked in (False, True):
+        model, order = counting(Topology(2, 1))
+        given = of_torch_own_generator(*data())
+        model.fit(**given, shuffle=False, verbose=0)
+        if is_checked:
+            strategy_of(model).doctor(model, **given, shuffle=False)
+        model.fit(**given, shuffle=False, verbose=0, callbacks=[order])
+        read.append([list(epoch) for epoch in order.epochs])
+    assert read[0] == read[1]
 
 
 class _Stop(keras.callbacks.Callback):
