@@ -210,10 +210,11 @@ class Node:
         return f"{{ray.util.get_node_ip_address()}}:{{PORT + rank * WORKERS}}"
 
     def run(self, rank, hosts, secret):
-        """Run its workers, and return their exit code."""
+        """Run its workers, and return their exit code; 1 if a signal has killed lockstep run."""
         node = ["--hosts", ",".join(hosts), "--node-rank", str(rank)]
         environment = {{**os.environ, "LOCKSTEP_SECRET": secret, "LOCKSTEP_SECRET_FILE": ""}}
-        return subprocess.call([sys.executable, "-m", "lockstep.cli", "run", *node, *RUN, *PROGRAM], env=environment)
+        code = subprocess.call([sys.executable, "-m", "lockstep.cli", "run", *node, *RUN, *PROGRAM], env=environment)
+        return code if code >= 0 else 1
 
 
 def main():

@@ -10,6 +10,7 @@ import keras
 import pytest
 
 import lockstep
+from lockstep import CheckpointError
 from lockstep.checkpoint.async_writer import AsyncWriter
 from lockstep.checkpoint.serialization import Snapshot
 from lockstep.checkpoint.store import CheckpointStore
@@ -206,6 +207,18 @@ for _ in range(2):
 
 def test_a_program_that_catches_the_end_is_stopped_again(python):
     assert python(code=AGAIN).stdout == 2 * "stopped\n"
+
+
+def test_the_exit_code_is_kept_if_the_directory_cannot_be_read(tmp_path, monkeypatch):
+    def fail(store):
+        raise CheckpointError("Stale file handle")
+
+    said, stopped = [], SimpleNamespace(reason="SIGTERM", process_group=ProcessGroup())
+    monkeypatch.setattr(CheckpointStore, "steps", fail)
+    with CheckpointStore(tmp_path) as store, AsyncWriter(store) as writer, pytest.raises(SystemExit) as ended:
+        exit_after_checkpoint(stopped, 8, tmp_path, writer, said.append)
+    assert ended.value.code == ENDS_WITH
+    assert f"the checkpoints are in {tmp_path}" in said[-1]
 
 
 def test_the_end_says_if_the_last_checkpoint_is_not_written_in_time(tmp_path):

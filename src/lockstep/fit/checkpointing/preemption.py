@@ -7,6 +7,7 @@ step. A signalled process cannot simply wait at its current step: the other proc
 it.
 """
 
+import contextlib
 import signal
 import threading
 import time
@@ -15,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from lockstep._errors import PEER_LOST, ClusterError, summary_of
+from lockstep._errors import PEER_LOST, CheckpointError, ClusterError, summary_of
 from lockstep._logging import log_info
 from lockstep.checkpoint.async_writer import AsyncWriter
 from lockstep.data.process_group import ProcessGroup
@@ -160,9 +161,10 @@ def exit_after_checkpoint(
     if writer:
         with preemption.process_group.saving():
             late = "" if writer.wait() else "the last checkpoint was not written in time; "
-        steps = writer.store.steps()
-        newest = f"the checkpoint of step {steps[-1]}" if steps else "no checkpoint"
-        kept = f"{late}{newest} is in {directory}"
+        with contextlib.suppress(CheckpointError):  # The directory cannot be read now; what counts is the exit code.
+            steps = writer.store.steps()
+            newest = f"the checkpoint of step {steps[-1]}" if steps else "no checkpoint"
+            kept = f"{late}{newest} is in {directory}"
     log(
         f"{preemption.reason}: stopped after step {step}; {kept}, and the same program resumes from it. This process ends with "
         f"code {PEER_LOST}."
