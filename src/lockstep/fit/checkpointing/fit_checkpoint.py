@@ -582,7 +582,7 @@ class FitCheckpoint(StepHook):
                 f"the learning rate of the program was {then:g} and is {now:g}, which is not used: training continues with {restored:g}, that of "
                 "the checkpoint. Fix: set it with keras.callbacks.LearningRateScheduler, or begin anew with another directory"
             )
-        self._rate = then or now
+        self._rate = now if then is None else then
 
     def _report_changed_batch(self) -> None:
         """Log, after the first step, if the batch has changed and the learning rate has not."""
