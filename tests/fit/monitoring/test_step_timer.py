@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 import pytest
+from jax.extend.core import Primitive
 
 import lockstep
 from lockstep._keras import trainer
@@ -210,6 +211,19 @@ def test_loops_within_loops_and_joined_rounds_are_counted():
 def test_operations_are_unknown_if_nobody_knows_how_often_a_product_runs():
     assert flops_of(Products("until"), (64,), (32, 64)) is None
     assert flops_of(Products("until, no product"), (64,), (32, 64)) > 0
+
+
+fused = Primitive("attention_of_gpus")
+fused.def_abstract_eval(lambda x: x)
+
+
+class Fused(keras.layers.Layer):
+    def call(self, x):
+        return x + 0 * fused.bind(jax.lax.stop_gradient(x))
+
+
+def test_operations_are_unknown_if_only_an_accelerator_has_them():
+    assert flops_of(Fused(), (64,), (32, 64)) is None
 
 
 def test_convolutions_in_a_loop_are_counted():

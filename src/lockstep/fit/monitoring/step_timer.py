@@ -31,7 +31,9 @@ from lockstep.execution.step_hooks import StepHook
 
 
 def flops_of_step(model: keras.Model, state: Any, batch: Any) -> float | None:
-    """Return the floating-point operations of a training step; None if XLA cannot count them, or matrix products are in a loop that ends at a condition.
+    """Return the floating-point operations of a training step.
+
+    None if XLA cannot count them, such as those of the fused attention of GPUs, or if matrix products are in a loop that ends at a condition.
 
     Args:
         model: a compiled model.
@@ -45,7 +47,10 @@ def flops_of_step(model: keras.Model, state: Any, batch: Any) -> float | None:
     shapes = tuple([jax.tree.map(_shape, value) for value in part] for part in state)
     with jax.default_device(device):
         traced = jax.jit(step).trace(shapes, _shapes(batch))
-        found = traced.lower().cost_analysis()
+        try:
+            found = traced.lower().cost_analysis()
+        except NotImplementedError:  # An operation that JAX has for accelerators only.
+            return None
     flops = found.get("flops", 0.0) if isinstance(found, dict) else 0.0
     often, once = (operations_of_products(traced.jaxpr.jaxpr, is_repeated=repeated) for repeated in (True, False))
     return float(flops + often - once) if flops > 0 and math.isfinite(often) else None
