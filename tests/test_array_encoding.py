@@ -44,6 +44,14 @@ def test_arrays_of_all_dtypes_come_back_from_their_bytes():
         assert_same(found[name], array)
 
 
+def test_arrays_of_the_other_byte_order_keep_their_numbers():
+    arrays = {}
+    tree = encode_tree({"x": np.arange(3, dtype=">i4")}, "value/", arrays)
+    specs = parse_description(describe_arrays(arrays))
+    data = b"".join(array_bytes(arrays[spec.name]) for spec in specs)
+    assert decode_tree(tree, arrays_from_bytes(specs, data))["x"].tolist() == [0, 1, 2]
+
+
 def test_tree_comes_back_with_its_types():
     tree = {"a": [np.float32([1, 2]), (None, True, 3, "x")], 7: np.int64(5), "none": ()}
     arrays = {}

@@ -74,8 +74,12 @@ def _parse_array(described: Any) -> ArraySpec:
 
 
 def array_bytes(array: np.ndarray) -> memoryview:
-    """Return the bytes of an array, without a copy if it is contiguous."""
-    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+    """Return the bytes of an array, little-endian; without a copy if it is contiguous and they are so."""
+    return np.ascontiguousarray(_little_endian(array)).reshape(-1).view(np.uint8).data
+
+
+def _little_endian(array: np.ndarray) -> np.ndarray:
+    return array.astype(array.dtype.newbyteorder("<")) if array.dtype.byteorder == ">" else array
 
 
 def arrays_from_bytes(specs: Iterable[ArraySpec], data: Any) -> dict[str, np.ndarray]:
@@ -120,7 +124,7 @@ def encode_tree(
     if array.dtype.name not in DTYPES:
         raise TypeError(f"an array of {array.dtype}")
     own = f"{name}{len(arrays)}"
-    arrays[own] = np.asarray(array)
+    arrays[own] = _little_endian(np.asarray(array))
     return {"number" if isinstance(array, np.generic) else "array": own}
 
 

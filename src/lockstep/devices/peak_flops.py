@@ -8,6 +8,7 @@ PEAKS = {
     "H100 PCIe": 756e12,
     "H100 NVL": 835e12,
     "H100": 989e12,
+    "H200 NVL": 835e12,
     "H200": 989e12,
     "GH200": 989e12,
     "A100": 312e12,
@@ -31,11 +32,13 @@ PEAKS = {
 
 
 def peak_of(device_kind: str) -> float | None:
-    """Return the peak floating-point operations a second of a device; None if unknown.
+    """Return the peak floating-point operations a second of a device; None if unknown, or for a part of a GPU (MIG).
 
     Example:
         >>> peak_of("NVIDIA A100-SXM4-80GB"), peak_of("cpu")
         (312000000000000.0, None)
     """
     words = f" {device_kind.replace('-', ' ')} "
+    if " MIG " in words:
+        return None
     return next((peak for name, peak in PEAKS.items() if f" {name} " in words), None)

@@ -260,6 +260,7 @@ def test_peaks_are_found_by_the_names_that_jax_gives():
     }
     assert {kind: peak_of(kind) for kind in planned} == planned
     assert peak_of("NVIDIA L40") is None
+    assert peak_of("NVIDIA A100-SXM4-40GB MIG 1g.5gb") is None
     assert peak_of("cpu") is None
 
 

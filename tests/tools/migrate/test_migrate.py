@@ -344,7 +344,8 @@ def test_logits_of_two_models_are_marked_and_not_guessed():
 
 
 def test_arguments_that_are_not_known_any_more_are_marked_and_those_with_a_new_name_get_it():
-    code = "b = tf.keras.callbacks.BackupAndRestore(backup_dir='run', double_checkpoint=True)\n"
+    code = "s = tf.distribute.MirroredStrategy()\n"
+    code += "b = tf.keras.callbacks.BackupAndRestore(backup_dir='run', double_checkpoint=True)\n"
     found = translate(TF + code)
     assert "lockstep.callbacks.BackupAndRestore(directory='run', double_checkpoint=True)" in found.after
     (mark,) = found.todos
@@ -363,6 +364,58 @@ tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfigur
 def test_logical_devices_whose_number_is_not_written_are_marked():
     code = "tf.config.set_logical_device_configuration(one, configurations)\n"
     assert translate(TF + code).todos
+
+
+@pytest.mark.parametrize(
+    ("code", "marked"),
+    [
+        ('tf.config.set_visible_devices([], "GPU")\ntf.data', "JAX has all devices"),
+        ("if tf.test.is_gpu_available(): pass", "TensorFlow sees no GPUs here"),
+        ("tf.debugging.enable_check_numerics()", "NanGuard"),
+        ("tf.profiler.experimental.start('logs')", "TensorBoard(profile_batch"),
+        ("tf.tpu.experimental.initialize_tpu_system(1)", "leave it out"),
+        ("tf.keras.utils.get_file('f', origin=url, untar=True)", "the folder that is in the archive"),
+        ("tf.keras.callbacks.TensorBoard('logs')", "needs a model of a strategy"),
+        ("tf.keras.utils.get_file('f', origin=url, untar=False)", None),
+        ("with strategy.scope(): tf.keras.callbacks.TensorBoard('logs')", None),
+        ("tf.test.TestCase", None),
+    ],
+)
+def test_names_whose_meaning_changes_are_marked(code, marked):
+    found = sentences(TF + code + "\n")
+    assert (marked is None) is (not found)
+    assert all(marked in one for one in found)
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        ("ds = x.shuffle(9).cache()\nds.take(2)", "ds = x.shuffle(9).cache()\nds.take(2)"),
+        ("ds = x.shuffle(9).batch(4).cache()\nds.skip(2)", "ds = x.shuffle(9).cache().batch(4)\nds.skip(2)"),
+        ("ds = x.shuffle(9).batch(4).cache()", "ds = x.cache().shuffle(9).batch(4)"),
+        ("ds = x.batch(4).cache('file')", "ds = x.batch(4).cache('file')"),
+    ],
+)
+def test_a_cache_moves_where_no_order_and_no_file_depends_on_it(code, expected):
+    assert new_lines(f"tf.data\n{code}").endswith(expected)
+
+
+def test_legacy_keras_is_translated_and_packages_of_keras_come_after_the_backend():
+    code = "import keras_tuner as kt\nimport tensorflow as tf, numpy as np\nimport tf_keras as keras\ntf.data, np, keras.Model\n"
+    after = translate(code).after
+    assert after.index("KERAS_BACKEND") < after.index("keras_tuner")
+    assert 'tf.config.set_visible_devices([], "GPU")' in after
+    assert "import keras\n" in after
+    assert "tf_keras" not in after
+
+
+def test_only_shuffles_of_data_get_a_seed():
+    code = "s = tf.distribute.MultiWorkerMirroredStrategy()\n"
+    code += "a = utils.shuffle(df, random_state=0)\nrng.shuffle(x, axis=1)\nd = rows.shuffle(buffer_size=9)\n"
+    after = translate(TF + code).after
+    assert "utils.shuffle(df, random_state=0)\n" in after
+    assert "rng.shuffle(x, axis=1)\n" in after
+    assert "rows.shuffle(buffer_size=9, seed=1)" in after
 
 
 def test_letters_that_take_several_bytes_do_not_shift_anything():

@@ -217,6 +217,8 @@ def test_which_way_is_better_is_told_from_the_name():
         "auc_1",
         "f1_score",
         "mean_io_u",
+        "pearson_correlation",
+        "sensitivity_at_specificity",
         "acc",
         "r2_score",
     )

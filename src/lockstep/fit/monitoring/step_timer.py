@@ -33,7 +33,8 @@ from lockstep.execution.step_hooks import StepHook
 def flops_of_step(model: keras.Model, state: Any, batch: Any) -> float | None:
     """Return the floating-point operations of a training step.
 
-    None if XLA cannot count them, such as those of the fused attention of GPUs, or if matrix products are in a loop that ends at a condition.
+    None if they cannot be counted: the step is not compiled or has operations for accelerators only, such as the fused attention of GPUs, or
+    matrix products are in a loop that ends at a condition.
 
     Args:
         model: a compiled model.
@@ -45,12 +46,12 @@ def flops_of_step(model: keras.Model, state: Any, batch: Any) -> float | None:
     executor = EagerExecutor(device)
     step = StepFunctions(model, alone, executor, lambda sentence: None).build_step(executor, "train")
     shapes = tuple([jax.tree.map(_shape, value) for value in part] for part in state)
-    with jax.default_device(device):
-        traced = jax.jit(step).trace(shapes, _shapes(batch))
-        try:
+    try:
+        with jax.default_device(device):
+            traced = jax.jit(step).trace(shapes, _shapes(batch))
             found = traced.lower().cost_analysis()
-        except NotImplementedError:  # An operation that JAX has for accelerators only.
-            return None
+    except Exception:  # A step that needs values (run_eagerly), or an operation that JAX has for accelerators only.
+        return None
     flops = found.get("flops", 0.0) if isinstance(found, dict) else 0.0
     often, once = (operations_of_products(traced.jaxpr.jaxpr, is_repeated=repeated) for repeated in (True, False))
     return float(flops + often - once) if flops > 0 and math.isfinite(often) else None

@@ -69,7 +69,10 @@ def histogram(tag: str, numbers: np.ndarray) -> Value:
     """Encode a histogram of the finite numbers, in buckets of one width: rows of left edge, right edge and count."""
     numbers = np.asarray(numbers, np.float64).ravel()
     numbers = numbers[np.isfinite(numbers)]
-    counts, edges = np.histogram(numbers, BUCKETS) if numbers.size else (np.zeros(0), np.zeros(1))
+    try:
+        counts, edges = np.histogram(numbers, BUCKETS) if numbers.size else (np.zeros(0), np.zeros(1))
+    except ValueError:  # There are too few numbers of floating point between the least and the largest one.
+        counts, edges = np.asarray([numbers.size]), np.asarray([numbers.min(), numbers.max()])
     rows = np.stack([edges[:-1], edges[1:], counts], axis=1).astype("<f8")
     return _value(tag, "histograms", _TENSORS, _tensor(_DOUBLE, rows))
 

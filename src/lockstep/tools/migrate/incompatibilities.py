@@ -32,6 +32,7 @@ _ARGUMENTS = {
     },
     ("save", "save_format"): "leave it out, and let the name end with .keras; model.export writes for a server",
 }
+_EXTRACTED = "Keras 3 returns the folder into which it extracts: add the folder that is in the archive to the path"
 _DECAY = "decay: write a schedule, such as keras.optimizers.schedules.InverseTimeDecay"
 _WITHIN = "within a model TensorFlow's functions do not work on JAX: write keras.ops"
 _COMPUTING = (
@@ -79,6 +80,9 @@ def find_incompatibilities(source: SourceText, bindings: ImportBindings) -> Left
 def _arguments(call: ast.Call, name: str) -> Left:
     method = call.func.attr if isinstance(call.func, ast.Attribute) else ""
     for keyword in call.keywords:
+        is_off = isinstance(keyword.value, ast.Constant) and not keyword.value.value
+        if name == "keras.utils.get_file" and keyword.arg in ("extract", "untar") and not is_off:
+            yield call, f"get_file({keyword.arg}=…): {_EXTRACTED}"
         reason = _ARGUMENTS.get((method, keyword.arg or ""))
         if reason:
             yield call, f"{method}({keyword.arg}=…): {reason}"

@@ -11,6 +11,7 @@ from lockstep.tools.migrate.symbol_map import ACTIVATIONS, STRATEGY_METHODS, tra
 
 _REDUCTIONS = ("none", "sum", "sum_over_batch_size")
 _BEFORE_CACHE = ("batch", "prefetch", "shuffle")
+_PARTS = ("shard", "skip", "take")
 _SIZES = {  # Arguments of layers that must be Python integers in Keras 3.
     "Dense": ("units",),
     "Embedding": ("input_dim", "output_dim"),
@@ -242,12 +243,17 @@ def _is_numpy(source: SourceText, function: ast.expr) -> bool:
 
 
 def cache_first(source: SourceText, bindings: ImportBindings) -> Iterator[Edit]:
-    """Move ``cache()`` before shuffle, batch and prefetch: at the end it would fix one order and disable prefetching."""
+    """Move ``cache()`` before shuffle, batch and prefetch: at the end it would fix one order and disable prefetching.
+
+    An order that parts of the data share must stay fixed, and a file of batches is none of rows.
+    """
+    has_parts = any(_is_call_of(call, _PARTS) for call in calls(source))
+    movable = tuple(name for name in _BEFORE_CACHE if not (has_parts and name == "shuffle"))
     for call in calls(source):
-        if not (isinstance(call.func, ast.Attribute) and call.func.attr == "cache"):
+        if not (isinstance(call.func, ast.Attribute) and call.func.attr == "cache") or call.args or call.keywords:
             continue
         first = call.func.value
-        while _is_call_of(first, _BEFORE_CACHE):
+        while _is_call_of(first, movable):
             first = first.func.value  # type: ignore[attr-defined]  # Checked by _is_call_of.
         if first is not call.func.value:
             start, end = source.span(call.func.value)[1], source.span(call)[1]
@@ -374,6 +380,14 @@ def is_for_workers(bindings: ImportBindings, strategy: str = "MultiWorkerMirrore
     return any(translated(chain.name).endswith(f".{strategy}") for chain in bindings.chains)
 
 
+def has_strategy(source: SourceText, bindings: ImportBindings) -> bool:
+    """Return whether a file creates a strategy, or enters the scope of one that it gets."""
+    is_made = any(
+        translated(chain.name).startswith("lockstep.") and chain.name.endswith("Strategy") for chain in bindings.chains
+    )
+    return is_made or any(isinstance(call.func, ast.Attribute) and call.func.attr == "scope" for call in calls(source))
+
+
 def task_as_default(source: SourceText, bindings: ImportBindings) -> Iterator[Edit]:
     """Turn an assignment of ``TF_CONFIG`` with a literal task into a default, as ``lockstep run`` sets it for each worker."""
     if not any(map(_is_task, ast.walk(source.tree))):
@@ -440,6 +454,9 @@ def _is_false(node: ast.AST | None) -> bool:
     return isinstance(node, ast.Constant) and node.value is False
 
 
+_OF_SHUFFLE = {"buffer_size", "name", "reshuffle_each_iteration"}
+
+
 def _without_seed(source: SourceText) -> Iterator[ast.Call]:
     """Iterate over calls ``.shuffle(rows)`` without a seed, which would be the second argument."""
     for call in calls(source):
@@ -454,7 +471,7 @@ def _is_of_data(source: SourceText, bindings: ImportBindings, call: ast.Call) ->
     if call.args and isinstance(call.args[0], ast.Constant):
         return isinstance(call.args[0].value, int)
     if call.keywords:
-        return True
+        return {keyword.arg for keyword in call.keywords} <= _OF_SHUFFLE
     node: ast.expr = call
     while isinstance(node, (ast.Call, ast.Attribute)):
         if bindings.name_of(node).startswith("tensorflow.data."):

@@ -33,11 +33,13 @@ class SourceText:
         text: text of the whole file.
         path: path of the file, for messages.
         for_workers: whether several workers run it: another file of the program creates their strategy.
+        has_strategy: whether another file of the program uses a strategy.
     """
 
     text: str
     path: str = "script.py"
     for_workers: bool = False
+    has_strategy: bool = False
 
     @cached_property
     def tree(self) -> ast.Module:
@@ -120,7 +122,7 @@ class SourceText:
         return replace(self, text="".join([*parts, self.text[at:]]))
 
 
-MODULES = ("tensorflow", "keras", "lockstep")
+MODULES = ("tensorflow", "keras", "lockstep", "tf_keras")
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 _SCOPES = (ast.Module, ast.ClassDef, *_FUNCTIONS, *_COMPREHENSIONS)
@@ -296,7 +298,7 @@ def _words(node: ast.AST) -> list[str]:
 
 
 _BACKEND = 'os.environ.setdefault("KERAS_BACKEND", "jax")  # Before Keras is imported.\n'
-_HIDDEN = '.config.set_visible_devices([], "GPU")  # TensorFlow may read data; the GPUs are for JAX.\n'
+HIDDEN = '.config.set_visible_devices([], "GPU")  # TensorFlow may read data; the GPUs are for JAX.\n'
 
 
 def exists(name: str) -> bool:
@@ -348,7 +350,9 @@ def rewrite_imports(source: SourceText, bindings: ImportBindings) -> Iterator[Ed
     statements = list(relevant_imports(source))
     written = {statement: _rewrite_import(statement, used) for statement in statements}
     missing = [name for name in ("keras", "lockstep") if _is_missing(name, source, bindings, written)]
-    first = next(one for one in source.tree.body if any(node in written for node in ast.walk(one)))
+    first = next(
+        one for one in source.tree.body if any(node in written or _starts_keras(node) for node in ast.walk(one))
+    )
     if first not in written:  # A block that contains an import.
         yield Edit(source.line_start(first), source.line_start(first), _head(source, missing, first))
     for statement, lines in written.items():
@@ -356,6 +360,13 @@ def rewrite_imports(source: SourceText, bindings: ImportBindings) -> Iterator[Ed
         text = head + _separator(source, statement).join(lines) + _hide_gpus(source, statement, lines)
         if text != source.segment(statement):
             yield _replace_import(source, statement, text)
+
+
+def _starts_keras(node: ast.AST) -> bool:
+    """Return whether a node imports a package that imports Keras, such as keras_tuner."""
+    names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+    modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else names
+    return any(module.startswith("keras_") for module in modules)
 
 
 def _is_missing(
@@ -394,10 +405,11 @@ def _head(source: SourceText, missing: Sequence[str], first: ast.stmt) -> str:
 
 def _hide_gpus(source: SourceText, statement: ast.stmt, lines: list[str]) -> str:
     """Return a line that hides the GPUs from TensorFlow if the program still imports it."""
-    stays = [line for line in lines if line.split()[:2] == ["import", "tensorflow"]]
-    if not stays or "set_visible_devices" in source.text or statement not in source.tree.body:
+    imported = [one for line in lines for one in ast.parse(line).body if isinstance(one, ast.Import)]
+    names = [alias.asname or alias.name for one in imported for alias in one.names if alias.name == "tensorflow"]
+    if not names or HIDDEN.partition("  #")[0] in source.text or statement not in source.tree.body:
         return ""
-    return f"\n{stays[0].split()[-1]}{_HIDDEN}".rstrip("\n")
+    return f"\n{names[0]}{HIDDEN}".rstrip("\n")
 
 
 def _replace_import(source: SourceText, statement: ast.stmt, text: str) -> Edit:

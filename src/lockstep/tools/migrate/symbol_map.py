@@ -274,6 +274,7 @@ TENSORFLOW_1 = {
 # The longest entry that is a prefix of a dotted name determines its replacement.
 RENAMED = {
     "tensorflow.keras": "keras",
+    "tf_keras": "keras",
     "keras.callbacks.BackupAndRestore": "lockstep.callbacks.BackupAndRestore",
     "keras.callbacks.experimental.BackupAndRestore": "lockstep.callbacks.BackupAndRestore",
     "keras.callbacks.TensorBoard": "lockstep.callbacks.TensorBoard",
@@ -314,9 +315,11 @@ ABSENT = {
         ),
         "write jax.local_devices(), below the line that creates the strategy",
     ),
+    "tensorflow.config.set_visible_devices": "JAX has all devices: name those to use to the strategy, or set CUDA_VISIBLE_DEVICES or JAX_PLATFORMS=cpu",
     "tensorflow.config": "JAX initializes its devices; name them to the strategy, as in lockstep.MirroredStrategy(['gpu:0', 'gpu:1'])",
     "tensorflow.contrib": "TensorFlow 1 has no counterpart; see the pages of docs/",
     "tensorflow.data.experimental.AutoShardPolicy": "all workers read the same data, and each takes its rows: leave it out",
+    "tensorflow.debugging.enable_check_numerics": "write lockstep.callbacks.NanGuard (docs/nan_guard.md)",
     "tensorflow.device": "a strategy places its models; name the devices to it, or use keras.device outside of one",
     "tensorflow.distribute.OneDeviceStrategy": "write lockstep.MirroredStrategy([device])",
     "tensorflow.distribute.Server": "every process runs the same script, servers too (docs/parameter_servers.md): leave it out with its join()",
@@ -338,9 +341,15 @@ ABSENT = {
     "tensorflow.distribute.RunOptions": "there are no such options: leave it out",
     "tensorflow.estimator": "estimators have no counterpart: write a Keras model",
     "tensorflow.function": "steps are compiled: leave it out, or use jax.jit in a custom training loop (docs/custom_loops.md)",
+    "tensorflow.profiler": "write lockstep.callbacks.TensorBoard(profile_batch=…)",
     "tensorflow.python": "TensorFlow's private modules have no counterpart",
     "tensorflow.saved_model": "write model.save('model.keras'), or model.export for a server",
     "tensorflow.summary": "lockstep.callbacks.TensorBoard writes what fit logs",
+    **dict.fromkeys(
+        ("tensorflow.test.gpu_device_name", "tensorflow.test.is_built_with_cuda", "tensorflow.test.is_gpu_available"),
+        "TensorFlow sees no GPUs here: write jax.local_devices(), below the line that creates the strategy",
+    ),
+    "tensorflow.tpu": "JAX has its TPUs from the start: leave it out",
     "tensorflow.train": "lockstep.callbacks.BackupAndRestore in fit, strategy.checkpoint in a loop (docs/resume.md)",
 }
 

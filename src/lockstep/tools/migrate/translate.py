@@ -23,8 +23,15 @@ from lockstep.doctor.base import Report
 from lockstep.tools.doctor_command import examine_script, to_standard_error
 from lockstep.tools.migrate import rewrite_rules, source
 from lockstep.tools.migrate.incompatibilities import find_incompatibilities
-from lockstep.tools.migrate.rewrite_rules import calls, is_claim_of_logits, is_for_workers, worker_differences
+from lockstep.tools.migrate.rewrite_rules import (
+    calls,
+    has_strategy,
+    is_claim_of_logits,
+    is_for_workers,
+    worker_differences,
+)
 from lockstep.tools.migrate.source import (
+    HIDDEN,
     Edit,
     ImportBindings,
     SourceText,
@@ -41,6 +48,8 @@ _PREFIX = "# lockstep migrate: "
 _LOGITS = (
     "a softmax and from_logits=True: if both are of one model, JAX applies softmax twice; check with `lockstep doctor`"
 )
+_OF_STRATEGIES = ("lockstep.callbacks.BackupAndRestore", "lockstep.callbacks.TensorBoard")
+_STRATEGY_NEEDED = "this callback needs a model of a strategy: make the model in the scope of lockstep.MirroredStrategy(), or write keras.callbacks"
 _EXTENDED = "strategy.extended has no counterpart; see docs/custom_loops.md"
 _AMBIGUOUS = (
     "the script also uses this name for something else, so names that begin with it stay: give one of them another name"
@@ -101,7 +110,7 @@ def _undone(source: SourceText) -> Iterator[TodoComment]:
 def _find_all(source: SourceText, bindings: ImportBindings) -> Iterator[tuple[ast.AST, str]]:
     for chain in bindings.chains:
         reason = _reason(chain.name)
-        if reason:
+        if reason and not _is_inserted(source, chain.node):
             yield chain.node, f"{short(chain.name)}: {reason}"
     for statement in relevant_imports(source):
         for alias in statement.names:
@@ -117,6 +126,8 @@ def _find_all(source: SourceText, bindings: ImportBindings) -> Iterator[tuple[as
     yield from find_incompatibilities(source, bindings)
     yield from worker_differences(source, bindings)
     yield from _ambiguous(bindings)
+    if not (source.has_strategy or has_strategy(source, bindings)):
+        yield from ((one.node, _STRATEGY_NEEDED) for one in bindings.chains if one.name in _OF_STRATEGIES)
     constants = [node for node in ast.walk(source.tree) if isinstance(node, ast.Constant)]
     has_softmax = any(node.value == "softmax" for node in constants)
     for node in ast.walk(source.tree):
@@ -124,6 +135,12 @@ def _find_all(source: SourceText, bindings: ImportBindings) -> Iterator[tuple[as
             yield node, _EXTENDED
         if has_softmax and is_claim_of_logits(node):
             yield node.value, _LOGITS
+
+
+def _is_inserted(source: SourceText, node: ast.expr | ast.stmt) -> bool:
+    """Return whether the translation has inserted the line of a node, which hides the GPUs from TensorFlow."""
+    line, call = source.text[source.line_start(node) :].partition("\n")[0], HIDDEN.partition("  #")[0]
+    return HIDDEN.rstrip() in line or f"{call};" in line  # The comment is left out before another statement.
 
 
 def _ambiguous(bindings: ImportBindings) -> Iterator[tuple[ast.AST, str]]:
@@ -140,8 +157,6 @@ def _ambiguous(bindings: ImportBindings) -> Iterator[tuple[ast.AST, str]]:
 
 def _reason(name: str) -> str | None:
     """Return what to write instead of a name; None if it may stay."""
-    if name == "tensorflow.config.set_visible_devices":  # The translation inserts it itself.
-        return None
     becomes = translated(name)
     then = name.replace("lockstep.", "tensorflow.distribute.", 1)  # From an import that is already translated.
     if known := why_absent(name) or why_absent(becomes) or (why_absent(then) if not exists(becomes) else None):
@@ -219,13 +234,16 @@ class Translation:
         return {name.partition(".")[0] for name in names}
 
 
-def translate(text: str, path: str = "script.py", *, for_workers: bool = False) -> Translation:
+def translate(
+    text: str, path: str = "script.py", *, for_workers: bool = False, uses_strategy: bool = False
+) -> Translation:
     r"""Translate a program for ``tf.distribute`` and ``tf.keras`` into one for Lockstep and Keras 3.
 
     Args:
         text: text of the program.
         path: path of its file, for messages.
         for_workers: whether several workers run it, even if this file does not create their strategy.
+        uses_strategy: whether it uses a strategy, even if this file does not.
 
     Raises:
         OptionError: the text is not valid Python.
@@ -239,7 +257,7 @@ def translate(text: str, path: str = "script.py", *, for_workers: bool = False) 
         import lockstep
         strategy = lockstep.MirroredStrategy()
     """
-    source = SourceText(text, path, for_workers)
+    source = SourceText(text, path, for_workers, uses_strategy)
     if not list(relevant_imports(source)):
         return Translation(text, text, ())
     for rule in RULES:
@@ -307,8 +325,11 @@ def migrate(paths: Sequence[str], *, write: bool = False) -> list[Migration]:
     """
     texts = [_read(path) for path in paths]
     sources = [SourceText(text, path) for path, (text, _) in zip(paths, texts, strict=True)]
-    for_workers = any(is_for_workers(ImportBindings(source)) for source in sources)
-    translations = [translate(source.text, source.path, for_workers=for_workers) for source in sources]
+    program = {
+        "for_workers": any(is_for_workers(ImportBindings(source)) for source in sources),
+        "uses_strategy": any(has_strategy(source, ImportBindings(source)) for source in sources),
+    }
+    translations = [translate(source.text, source.path, **program) for source in sources]
     for path, (text, newline), translation in zip(paths, texts, translations, strict=True):
         if write and translation.after != text:
             _replace(Path(path), translation.after, newline)

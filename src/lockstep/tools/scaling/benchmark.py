@@ -237,7 +237,7 @@ def _median(run: Callable[[int], None]) -> float:
 
 _SHARE_OF_LIMIT = 0.6  # of the time limit, for training; the rest is for starting, compiling and timing the parts
 _HIGHER_IS_BETTER = re.compile(
-    r"(^|_)(acc|accuracy|auc|precision|recall|f1|fbeta|iou|io_u|similarity|r2|score)(_|$)"  # mean_io_u is Keras's name
+    r"(^|_)(acc|accuracy|auc|precision|recall|f1|fbeta|iou|io_u|similarity|r2|score|sensitivity|specificity|correlation)(_|$)"  # mean_io_u is Keras's name
 )
 
 
