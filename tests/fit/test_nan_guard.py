@@ -168,6 +168,18 @@ def test_a_rollback_keeps_the_learning_rate_that_a_callback_has_set(tmp_path):
     assert left("rollback") == left("skip")
 
 
+def test_a_rollback_at_an_epochs_end_keeps_the_learning_rate_of_callbacks_before_it(tmp_path):
+    with lockstep.MirroredStrategy(["cpu:0"], replicas=2).scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(0.125), "mse")
+    x = np.ones((32, 3), "float32")
+    x[-1] = np.nan
+    halve = keras.callbacks.ReduceLROnPlateau("loss", patience=1, min_delta=1e9, factor=0.5)
+    callbacks = [halve, BackupAndRestore(tmp_path, save_freq=1), NanGuard("rollback")]
+    model.fit(x, np.zeros((32, 1)), batch_size=8, shuffle=False, epochs=2, verbose=0, callbacks=callbacks)
+    assert float(model.optimizer.learning_rate) == 0.0625
+
+
 def test_a_rollback_to_averaged_weights_is_refused(tmp_path):
     callbacks = NanGuard("rollback"), BackupAndRestore(tmp_path), keras.callbacks.SwapEMAWeights(swap_on_epoch=True)
     with pytest.raises(lockstep.OptionError, match="hold the averaged weights"):

@@ -229,7 +229,11 @@ class StepGuard(StepHook):
         state, self._state = self._state, None
         restored = self._check_pending(state)
         if restored is not None and restored is not state:
-            for kind, values in zip(variables_of(self.functions.model), restored, strict=True):
+            model = self.functions.model
+            if trainer.is_synced(model):  # Callbacks of the end of the epoch may have set learning rates.
+                now = [variable.value for variable in model.optimizer.variables]
+                restored[2] = trainer.keep_learning_rates(model.optimizer, restored[2], now)
+            for kind, values in zip(variables_of(model), restored, strict=True):
                 for variable, value in zip(kind, values, strict=True):
                     variable.assign(value)
 
@@ -287,7 +291,7 @@ class StepGuard(StepHook):
         optimizer = trainer.keep_learning_rates(
             model.optimizer, optimizer, state[2]
         )  # Callbacks may have set them since.
-        return trainable, non_trainable, optimizer, list(state[-1])
+        return [trainable, non_trainable, optimizer, list(state[-1])]
 
     def _diagnosis(self, step: _PendingStep, state: Any) -> Diagnosis:
         if self._diagnoses >= _MAX_DIAGNOSES and self._reason_to_stop() is None:
