@@ -9,6 +9,7 @@ from lockstep.tools.migrate.rewrite_rules import (
     assigned,
     calls,
     full_name,
+    is_false,
     is_model,
     made_by,
     owner_of_optimizer,
@@ -32,7 +33,10 @@ _ARGUMENTS = {
     },
     ("save", "save_format"): "leave it out, and let the name end with .keras; model.export writes for a server",
 }
-_EXTRACTED = "Keras 3 returns the folder into which it extracts: add the folder that is in the archive to the path"
+_EXTRACTED = (
+    "Keras 3 extracts into another folder, and returns it; "
+    "leave the argument out, and write shutil.unpack_archive(archive, folder)"
+)
 _DECAY = "decay: write a schedule, such as keras.optimizers.schedules.InverseTimeDecay"
 _WITHIN = "within a model TensorFlow's functions do not work on JAX: write keras.ops"
 _COMPUTING = (
@@ -80,14 +84,15 @@ def find_incompatibilities(source: SourceText, bindings: ImportBindings) -> Left
 def _arguments(call: ast.Call, name: str) -> Left:
     method = call.func.attr if isinstance(call.func, ast.Attribute) else ""
     for keyword in call.keywords:
-        is_off = isinstance(keyword.value, ast.Constant) and not keyword.value.value
-        if name == "keras.utils.get_file" and keyword.arg in ("extract", "untar") and not is_off:
-            yield call, f"get_file({keyword.arg}=…): {_EXTRACTED}"
         reason = _ARGUMENTS.get((method, keyword.arg or ""))
         if reason:
             yield call, f"{method}({keyword.arg}=…): {reason}"
         if keyword.arg == "decay" and name.startswith("keras.optimizers."):
             yield call, _DECAY
+    given = arguments_of(call, name) if name == "keras.utils.get_file" else {}
+    for argument in ("extract", "untar"):
+        if argument in given and not is_false(given[argument]):
+            yield call, f"get_file({argument}=…): {_EXTRACTED}"
 
 
 def _resets(source: SourceText, bindings: ImportBindings) -> Left:

@@ -11,7 +11,11 @@ from lockstep.tools.migrate.symbol_map import ACTIVATIONS, STRATEGY_METHODS, tra
 
 _REDUCTIONS = ("none", "sum", "sum_over_batch_size")
 _BEFORE_CACHE = ("batch", "prefetch", "shuffle")
-_PARTS = ("shard", "skip", "take")
+_SPLITS = ("shard", "skip", "take")
+_SPLIT = (
+    "cache: after shuffle() it keeps one order, as take, skip and shard may need it; "
+    "write cache().shuffle(…, reshuffle_each_iteration=False) to keep the order, or cache().shuffle(…) if the order may change"
+)
 _SIZES = {  # Arguments of layers that must be Python integers in Keras 3.
     "Dense": ("units",),
     "Embedding": ("input_dim", "output_dim"),
@@ -31,7 +35,7 @@ def calls(source: SourceText) -> Iterator[ast.Call]:
 
 def full_name(bindings: ImportBindings, call: ast.Call) -> str:
     """Return the translated full name of the called function; empty if it is not imported."""
-    return translated(bindings.name_of(call.func))
+    return bindings.translated(bindings.name_of(call.func))
 
 
 def arguments_of(call: ast.Call, name: str) -> dict[str, ast.expr]:
@@ -243,29 +247,50 @@ def _is_numpy(source: SourceText, function: ast.expr) -> bool:
 
 
 def cache_first(source: SourceText, bindings: ImportBindings) -> Iterator[Edit]:
-    """Move ``cache()`` before shuffle, batch and prefetch: at the end it would fix one order and disable prefetching.
-
-    An order that parts of the data share must stay fixed, and a file of batches is none of rows.
-    """
-    has_parts = any(_is_call_of(call, _PARTS) for call in calls(source))
-    movable = tuple(name for name in _BEFORE_CACHE if not (has_parts and name == "shuffle"))
-    for call in calls(source):
-        if not (isinstance(call.func, ast.Attribute) and call.func.attr == "cache") or call.args or call.keywords:
+    """Move ``cache()`` before shuffle, batch and prefetch: at the end it would fix one order and disable prefetching."""
+    stay = {call for call, _ in kept_orders(source)}
+    for call, methods in _late_caches(source):
+        if call in stay:
             continue
-        first = call.func.value
-        while _is_call_of(first, movable):
-            first = first.func.value  # type: ignore[attr-defined]  # Checked by _is_call_of.
-        if first is not call.func.value:
-            start, end = source.span(call.func.value)[1], source.span(call)[1]
-            if "#" in source.text[start : source.span(call.func)[1]]:  # A comment stays on its line.
-                start = source.text.rindex(".", start, source.span(call.func)[1])
-            before = source.span(first)[1]
-            yield Edit(before, before, source.text[start:end])
-            yield Edit(start, end, "")
+        start, end = source.span(methods[0])[1], source.span(call)[1]
+        if "#" in source.text[start : source.span(call.func)[1]]:  # A comment stays on its line.
+            start = source.text.rindex(".", start, source.span(call.func)[1])
+        before = source.span(_owner(methods[-1]))[1]
+        yield Edit(before, before, source.text[start:end])
+        yield Edit(start, end, "")
 
 
-def _is_call_of(node: ast.expr, names: tuple[str, ...]) -> bool:
-    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in names
+def kept_orders(source: SourceText) -> Iterator[tuple[ast.AST, str]]:
+    """Find calls of ``cache()`` that keep the order of a shuffle, in a program that may split the rows by their order."""
+    if any(_method(call) in _SPLITS for call in calls(source)):
+        for call, methods in _late_caches(source):
+            if any(_method(method) == "shuffle" for method in methods):
+                yield call, _SPLIT
+
+
+def _late_caches(source: SourceText) -> Iterator[tuple[ast.Call, list[ast.Call]]]:
+    """Iterate over the calls of ``cache()`` with the calls of shuffle, batch and prefetch before them, from the last.
+
+    A cache in a file stays: the file may be there, with the rows of that place.
+    """
+    for call in calls(source):
+        methods, is_in_memory = [], not (call.args or call.keywords)
+        before = _owner(call) if _method(call) == "cache" and is_in_memory else None
+        while isinstance(before, ast.Call) and _method(before) in _BEFORE_CACHE:
+            methods.append(before)
+            before = _owner(before)
+        if methods:
+            yield call, methods
+
+
+def _method(call: ast.Call) -> str:
+    """Return the name of the called method; empty if a name is called."""
+    return call.func.attr if isinstance(call.func, ast.Attribute) else ""
+
+
+def _owner(call: ast.Call) -> ast.expr:
+    """Return the object whose method is called."""
+    return call.func.value if isinstance(call.func, ast.Attribute) else call.func
 
 
 def logits(source: SourceText, bindings: ImportBindings) -> Iterator[Edit]:
@@ -326,8 +351,9 @@ def logical_devices(source: SourceText, bindings: ImportBindings) -> Iterator[Ed
     if platform == "CPU" and number and bindings.is_import_at(call, "lockstep"):
         yield source.replaced(found[0], f"lockstep.config.set_logical_cpu_devices({number})")
     strategies = [one for one in calls(source) if full_name(bindings, one) == "lockstep.MirroredStrategy"]
-    if platform == "GPU" and number and len(strategies) == 1 and not (strategies[0].args or strategies[0].keywords):
-        yield source.replaced(found[0], "pass  # The strategy creates the replicas.")
+    is_alone = len(strategies) == 1 and not (strategies[0].args or strategies[0].keywords)
+    if platform == "GPU" and number and is_alone and _is_first(source, call):
+        yield source.replaced(found[0], "pass  # The strategy has all replicas on gpu:0, and uses no other GPU.")
         yield _appended(source, strategies[0], f'["gpu:0"], replicas={number}')
 
 
@@ -355,6 +381,12 @@ def _count(call: ast.Call) -> int:
     return 0
 
 
+def _is_first(source: SourceText, call: ast.Call) -> bool:
+    """Return whether the argument of the call is the first device of a list."""
+    device = assigned(source, call.args[0]) or call.args[0]
+    return isinstance(device, ast.Subscript) and isinstance(device.slice, ast.Constant) and device.slice.value == 0
+
+
 def _platform(source: SourceText, bindings: ImportBindings, call: ast.Call) -> str:
     """Return ``"CPU"`` or ``"GPU"`` if the argument of the call is a list of such devices; else an empty string."""
     names = {node.id for node in ast.walk(call.args[0]) if isinstance(node, ast.Name)} if call.args else set()
@@ -371,6 +403,7 @@ _SAME_ORDER = "all workers must read the same rows in the same order"
 _SEED = f"shuffle: {_SAME_ORDER}; if this is a data set, write seed=1"
 _TASK = "TF_CONFIG: lockstep run sets it for each worker; write os.environ.setdefault('TF_CONFIG', …)"
 _SEEDED = ("list_files", "shuffle_and_repeat")  # functions of tf.data that shuffle
+_OF_SHUFFLE = {"buffer_size", "name", "reshuffle_each_iteration"}  # Its arguments besides the seed.
 _DRAWS = "tensorflow.random."
 _SEEDED_DRAWS = ("Generator", "set_seed", "get_global_generator", "experimental")
 
@@ -378,14 +411,6 @@ _SEEDED_DRAWS = ("Generator", "set_seed", "get_global_generator", "experimental"
 def is_for_workers(bindings: ImportBindings, strategy: str = "MultiWorkerMirroredStrategy") -> bool:
     """Return whether a program creates this strategy for several workers."""
     return any(translated(chain.name).endswith(f".{strategy}") for chain in bindings.chains)
-
-
-def has_strategy(source: SourceText, bindings: ImportBindings) -> bool:
-    """Return whether a file creates a strategy, or enters the scope of one that it gets."""
-    is_made = any(
-        translated(chain.name).startswith("lockstep.") and chain.name.endswith("Strategy") for chain in bindings.chains
-    )
-    return is_made or any(isinstance(call.func, ast.Attribute) and call.func.attr == "scope" for call in calls(source))
 
 
 def task_as_default(source: SourceText, bindings: ImportBindings) -> Iterator[Edit]:
@@ -435,9 +460,9 @@ def worker_differences(source: SourceText, bindings: ImportBindings) -> Iterator
     for call in calls(source):
         name = call.func.attr if isinstance(call.func, ast.Attribute) else ""
         given = {keyword.arg: keyword.value for keyword in call.keywords}
-        if name in _SEEDED and "seed" not in given and not any(map(_is_false, (*call.args, given.get("shuffle")))):
+        if name in _SEEDED and "seed" not in given and not any(map(is_false, (*call.args, given.get("shuffle")))):
             yield call, f"{name}: {_SAME_ORDER}; write seed=1"
-        elif _is_false(given.get("deterministic")):
+        elif is_false(given.get("deterministic")):
             yield call, f"deterministic=False: {_SAME_ORDER}; leave it out"
         elif has_task and name in ("update", "putenv") and "TF_CONFIG" in ast.unparse(call):
             yield call, _TASK
@@ -450,19 +475,17 @@ def _draws(name: str) -> bool:
     return own != name and not own.startswith(("stateless", *_SEEDED_DRAWS))
 
 
-def _is_false(node: ast.AST | None) -> bool:
+def is_false(node: ast.AST | None) -> bool:
+    """Return whether a node is the word ``False``."""
     return isinstance(node, ast.Constant) and node.value is False
 
 
-_OF_SHUFFLE = {"buffer_size", "name", "reshuffle_each_iteration"}
-
-
 def _without_seed(source: SourceText) -> Iterator[ast.Call]:
-    """Iterate over calls ``.shuffle(rows)`` without a seed, which would be the second argument."""
+    """Iterate over calls ``.shuffle(rows)`` of data sets without a seed, which would be the second argument."""
     for call in calls(source):
         names = {keyword.arg for keyword in call.keywords}
-        is_shuffle = isinstance(call.func, ast.Attribute) and call.func.attr == "shuffle"
-        if is_shuffle and len(call.args) < 2 and not names & {"seed", None} and (call.args or "buffer_size" in names):
+        is_shuffle = _method(call) == "shuffle" and names <= _OF_SHUFFLE
+        if is_shuffle and len(call.args) < 2 and (call.args or "buffer_size" in names):
             yield call
 
 
@@ -471,7 +494,7 @@ def _is_of_data(source: SourceText, bindings: ImportBindings, call: ast.Call) ->
     if call.args and isinstance(call.args[0], ast.Constant):
         return isinstance(call.args[0].value, int)
     if call.keywords:
-        return {keyword.arg for keyword in call.keywords} <= _OF_SHUFFLE
+        return True
     node: ast.expr = call
     while isinstance(node, (ast.Call, ast.Attribute)):
         if bindings.name_of(node).startswith("tensorflow.data."):

@@ -4,6 +4,7 @@ import ast
 import inspect
 import io
 import operator
+import re
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -33,13 +34,13 @@ class SourceText:
         text: text of the whole file.
         path: path of the file, for messages.
         for_workers: whether several workers run it: another file of the program creates their strategy.
-        has_strategy: whether another file of the program uses a strategy.
+        with_strategy: whether another file of the program names a strategy.
     """
 
     text: str
     path: str = "script.py"
     for_workers: bool = False
-    has_strategy: bool = False
+    with_strategy: bool = False
 
     @cached_property
     def tree(self) -> ast.Module:
@@ -122,7 +123,8 @@ class SourceText:
         return replace(self, text="".join([*parts, self.text[at:]]))
 
 
-MODULES = ("tensorflow", "keras", "lockstep", "tf_keras")
+_REPLACED = ("tensorflow", "tf_keras")  # Modules whose unused imports are removed.
+MODULES = (*_REPLACED, "keras", "lockstep")
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 _SCOPES = (ast.Module, ast.ClassDef, *_FUNCTIONS, *_COMPREHENSIONS)
@@ -158,11 +160,16 @@ class Scopes:
                 yield node
 
 
+def _modules_of(node: ast.AST) -> list[str]:
+    """Return the modules that a node imports or imports from; none for relative imports."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    return [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
+
+
 def is_relevant_import(node: ast.AST) -> bool:
     """Return whether a node is an import from TensorFlow, Keras or Lockstep."""
-    if isinstance(node, ast.Import):
-        return any(is_relevant_module(alias.name) for alias in node.names)
-    return isinstance(node, ast.ImportFrom) and not node.level and is_relevant_module(node.module or "")
+    return any(map(is_relevant_module, _modules_of(node)))
 
 
 def is_relevant_module(module: str) -> bool:
@@ -242,6 +249,15 @@ class ImportBindings:
         return [chain for chain in self._chains if self._is_unambiguous(chain.node, chain.root)]
 
     @cached_property
+    def has_strategy(self) -> bool:
+        """Whether this file or another one of the program names a class of strategies."""
+        return self._source.with_strategy or any(chain.name.endswith("Strategy") for chain in self._chains)
+
+    def translated(self, name: str) -> str:
+        """Translate a full dotted name of this program."""
+        return translated(name, with_strategy=self.has_strategy)
+
+    @cached_property
     def ambiguous_chains(self) -> list[DottedName]:
         """Dotted names whose first word may be an import."""
         return [chain for chain in self._chains if chain.root in self.ambiguous]
@@ -298,7 +314,7 @@ def _words(node: ast.AST) -> list[str]:
 
 
 _BACKEND = 'os.environ.setdefault("KERAS_BACKEND", "jax")  # Before Keras is imported.\n'
-HIDDEN = '.config.set_visible_devices([], "GPU")  # TensorFlow may read data; the GPUs are for JAX.\n'
+_HIDDEN = '.config.set_visible_devices([], "GPU")  # TensorFlow may read data; the GPUs are for JAX.'
 
 
 def exists(name: str) -> bool:
@@ -332,7 +348,9 @@ def new_names(bindings: ImportBindings) -> Iterator[tuple[DottedName, str]]:
     """Iterate over the dotted names that the translated imports would not resolve correctly, with what they become."""
     for chain in bindings.chains:
         root = bindings.modules[chain.root]
-        becomes, by_import = translated(chain.name), translated(root) + chain.name[len(root) :]
+        is_plain = chain.root == root  # A plain import keeps its name.
+        by_import = chain.name if is_plain else bindings.translated(root) + chain.name[len(root) :]
+        becomes = bindings.translated(chain.name)
         if becomes not in (chain.name, by_import) and exists(becomes):
             yield chain, becomes
 
@@ -348,25 +366,22 @@ def rewrite_imports(source: SourceText, bindings: ImportBindings) -> Iterator[Ed
     """Rewrite imports, and add those that the translated names need."""
     used = {node.id for node in ast.walk(source.tree) if isinstance(node, ast.Name)}
     statements = list(relevant_imports(source))
-    written = {statement: _rewrite_import(statement, used) for statement in statements}
+    written = {statement: _rewrite_import(statement, used, bindings) for statement in statements}
     missing = [name for name in ("keras", "lockstep") if _is_missing(name, source, bindings, written)]
-    first = next(
-        one for one in source.tree.body if any(node in written or _starts_keras(node) for node in ast.walk(one))
-    )
-    if first not in written:  # A block that contains an import.
-        yield Edit(source.line_start(first), source.line_start(first), _head(source, missing, first))
+    first = next(one for one in source.tree.body if any(map(_loads_keras, ast.walk(one))))
+    staying = [one for one, lines in written.items() if one in source.tree.body and _needs_tensorflow(lines)]
+    top = _head(source, missing, first)
+    if not staying and _reads_by_tensorflow(source):
+        top += f"{_hide_gpus(source, [])}\n".lstrip("\n")
+    if first not in written:  # A block that contains an import, or a package such as keras_tuner.
+        at = source.span(first)[0] if _modules_of(first) else source.line_start(first)
+        yield Edit(at, at, top)
     for statement, lines in written.items():
-        head = _head(source, missing, first) if statement is first else ""
-        text = head + _separator(source, statement).join(lines) + _hide_gpus(source, statement, lines)
+        head = top if statement is first else ""
+        hidden = _hide_gpus(source, lines) if statement in staying[:1] else ""
+        text = head + _separator(source, statement).join(lines) + hidden
         if text != source.segment(statement):
             yield _replace_import(source, statement, text)
-
-
-def _starts_keras(node: ast.AST) -> bool:
-    """Return whether a node imports a package that imports Keras, such as keras_tuner."""
-    names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-    modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else names
-    return any(module.startswith("keras_") for module in modules)
 
 
 def _is_missing(
@@ -403,24 +418,58 @@ def _head(source: SourceText, missing: Sequence[str], first: ast.stmt) -> str:
     return head + "".join(f"import {name}\n" for name in missing)
 
 
-def _hide_gpus(source: SourceText, statement: ast.stmt, lines: list[str]) -> str:
-    """Return a line that hides the GPUs from TensorFlow if the program still imports it."""
-    imported = [one for line in lines for one in ast.parse(line).body if isinstance(one, ast.Import)]
-    names = [alias.asname or alias.name for one in imported for alias in one.names if alias.name == "tensorflow"]
-    if not names or HIDDEN.partition("  #")[0] in source.text or statement not in source.tree.body:
+def _loads_keras(node: ast.AST) -> bool:
+    """Return whether a node imports a relevant module, or a package that imports Keras itself, such as ``keras_tuner``."""
+    return is_relevant_import(node) or any(module.startswith("keras") for module in _modules_of(node))
+
+
+def _needs_tensorflow(lines: Iterable[str]) -> bool:
+    """Return whether lines of imports import TensorFlow."""
+    modules = [module for node in ast.parse("\n".join(lines)).body for module in _modules_of(node)]
+    return any(module.partition(".")[0] == "tensorflow" for module in modules)
+
+
+def _reads_by_tensorflow(source: SourceText) -> bool:
+    """Return whether functions of Keras or of TensorFlow Datasets read data by TensorFlow, even if its name is unused."""
+    nodes = list(ast.walk(source.tree))
+    names = [words[-1] for words in map(_words, nodes) if words]
+    modules = [module.partition(".")[0] for node in nodes for module in _modules_of(node)]
+    return "tensorflow_datasets" in modules or any(name.endswith("_dataset_from_directory") for name in names)
+
+
+def _hide_gpus(source: SourceText, lines: list[str]) -> str:
+    """Return the lines that hide the GPUs from TensorFlow, below the first import that stays; none if it has them."""
+    if _HIDDEN in source.text:
         return ""
-    return f"\n{names[0]}{HIDDEN}".rstrip("\n")
+    imports = [node for node in ast.parse("\n".join(lines)).body if isinstance(node, ast.Import)]
+    names = [
+        alias.asname or "tensorflow"
+        for alias in (alias for node in imports for alias in node.names)
+        if alias.name == "tensorflow" or (alias.name.startswith("tensorflow.") and not alias.asname)
+    ]
+    name = next(iter(names), "tensorflow")
+    added = "" if names else f"\nimport {name}"
+    return f"{added}\n{name}{_HIDDEN}"
+
+
+def hides_gpus(source: SourceText, node: ast.expr) -> bool:
+    """Return whether a node is in the line that the translation inserts to hide the GPUs from TensorFlow."""
+    return _HIDDEN in source.lines[node.lineno - 1]
 
 
 def _replace_import(source: SourceText, statement: ast.stmt, text: str) -> Edit:
     start, end = source.span(statement)
+    text = text.rstrip("\n")
+    follows = re.match(r"[ \t]*;[ \t]*", source.text[end:])
+    if follows and text.endswith(_HIDDEN):
+        return Edit(start, end + follows.end(), f"{text}\n")
     if text:
-        return source.replaced(statement, text.rstrip("\n"))
+        return source.replaced(statement, text)
     whole_line = source.line_start(statement) == start and source.text[end : end + 1] == "\n"
     return Edit(start, end + 1, "") if whole_line else Edit(start, end, "pass")
 
 
-def _rewrite_import(statement: ast.Import | ast.ImportFrom, used: set[str]) -> list[str]:
+def _rewrite_import(statement: ast.Import | ast.ImportFrom, used: set[str], bindings: ImportBindings) -> list[str]:
     """Return the lines that replace an import statement."""
     if isinstance(statement, ast.Import):
         lines = [line for alias in statement.names for line in _import_lines(alias, used)]
@@ -429,7 +478,7 @@ def _rewrite_import(statement: ast.Import | ast.ImportFrom, used: set[str]) -> l
     by_module: dict[str, list[str]] = {}
     for alias in statement.names:
         full = f"{statement.module}.{alias.name}"
-        becomes = translated(str(statement.module)) + ".*" if alias.name == "*" else translated(full)
+        becomes = translated(str(statement.module)) + ".*" if alias.name == "*" else bindings.translated(full)
         if not becomes.endswith("*") and not exists(becomes):
             becomes = full
         module, _, last = becomes.rpartition(".")
@@ -445,7 +494,7 @@ def _lines_of(module: str, items: list[str]) -> list[str]:
 def _import_lines(alias: ast.alias, used: set[str]) -> list[str]:
     """Return the import of one module; none if its name is unused."""
     known = alias.asname or alias.name.partition(".")[0]
-    if alias.name.partition(".")[0] == "tensorflow" and known not in used:
+    if alias.name.partition(".")[0] in _REPLACED and known not in used:
         return []
     becomes = translated(alias.name) if alias.asname else alias.name
     module, _, last = becomes.rpartition(".")

@@ -271,13 +271,10 @@ TENSORFLOW_1 = {
 }
 
 
-# The longest entry that is a prefix of a dotted name determines its replacement.
-RENAMED = {
+_WITHOUT_STRATEGY = {
     "tensorflow.keras": "keras",
     "tf_keras": "keras",
-    "keras.callbacks.BackupAndRestore": "lockstep.callbacks.BackupAndRestore",
-    "keras.callbacks.experimental.BackupAndRestore": "lockstep.callbacks.BackupAndRestore",
-    "keras.callbacks.TensorBoard": "lockstep.callbacks.TensorBoard",
+    "keras.callbacks.experimental.BackupAndRestore": "keras.callbacks.BackupAndRestore",
     "keras.layers.experimental.preprocessing": "keras.layers",
     "keras.mixed_precision.experimental.set_policy": "keras.mixed_precision.set_global_policy",
     "keras.optimizers.experimental": "keras.optimizers",
@@ -296,6 +293,13 @@ RENAMED = {
     "tensorflow.train.ClusterSpec": "lockstep.cluster_resolver.ClusterSpec",
 }
 
+# The longest entry that is a prefix of a dotted name determines its replacement.
+RENAMED = {
+    **_WITHOUT_STRATEGY,
+    "keras.callbacks.BackupAndRestore": "lockstep.callbacks.BackupAndRestore",
+    "keras.callbacks.TensorBoard": "lockstep.callbacks.TensorBoard",
+}
+
 # Names that are not translated, with what to write instead. The longest prefix counts; RENAMED wins if both are as long.
 ABSENT = {
     **TENSORFLOW_1,
@@ -312,14 +316,35 @@ ABSENT = {
             "tensorflow.config.experimental.list_physical_devices",
             "tensorflow.config.list_logical_devices",
             "tensorflow.config.list_physical_devices",
+            "tensorflow.test.gpu_device_name",
+            "tensorflow.test.is_built_with_cuda",
+            "tensorflow.test.is_built_with_gpu_support",
+            "tensorflow.test.is_built_with_rocm",
+            "tensorflow.test.is_gpu_available",
         ),
         "write jax.local_devices(), below the line that creates the strategy",
     ),
-    "tensorflow.config.set_visible_devices": "JAX has all devices: name those to use to the strategy, or set CUDA_VISIBLE_DEVICES or JAX_PLATFORMS=cpu",
+    **dict.fromkeys(
+        (
+            "tensorflow.config.experimental.set_virtual_device_configuration",
+            "tensorflow.config.set_logical_device_configuration",
+        ),
+        "write lockstep.MirroredStrategy(['gpu:1'], replicas=2) for two replicas on a GPU, "
+        "lockstep.config.set_logical_cpu_devices(2) for two CPUs",
+    ),
+    **dict.fromkeys(
+        ("tensorflow.config.experimental.set_visible_devices", "tensorflow.config.set_visible_devices"),
+        "it does not hold for JAX: name the devices to the strategy, as in lockstep.MirroredStrategy(['gpu:0']), "
+        "or set JAX_PLATFORMS=cpu or CUDA_VISIBLE_DEVICES before the start",
+    ),
     "tensorflow.config": "JAX initializes its devices; name them to the strategy, as in lockstep.MirroredStrategy(['gpu:0', 'gpu:1'])",
     "tensorflow.contrib": "TensorFlow 1 has no counterpart; see the pages of docs/",
     "tensorflow.data.experimental.AutoShardPolicy": "all workers read the same data, and each takes its rows: leave it out",
-    "tensorflow.debugging.enable_check_numerics": "write lockstep.callbacks.NanGuard (docs/nan_guard.md)",
+    **dict.fromkeys(
+        ("tensorflow.debugging.disable_check_numerics", "tensorflow.debugging.enable_check_numerics"),
+        "it does not hold for JAX: write lockstep.callbacks.NanGuard (docs/nan_guard.md)",
+    ),
+    "tensorflow.debugging.set_log_device_placement": "JAX places what a model computes: leave it out",
     "tensorflow.device": "a strategy places its models; name the devices to it, or use keras.device outside of one",
     "tensorflow.distribute.OneDeviceStrategy": "write lockstep.MirroredStrategy([device])",
     "tensorflow.distribute.Server": "every process runs the same script, servers too (docs/parameter_servers.md): leave it out with its join()",
@@ -341,15 +366,11 @@ ABSENT = {
     "tensorflow.distribute.RunOptions": "there are no such options: leave it out",
     "tensorflow.estimator": "estimators have no counterpart: write a Keras model",
     "tensorflow.function": "steps are compiled: leave it out, or use jax.jit in a custom training loop (docs/custom_loops.md)",
-    "tensorflow.profiler": "write lockstep.callbacks.TensorBoard(profile_batch=…)",
+    "tensorflow.profiler": "it does not see JAX: write lockstep.callbacks.TensorBoard, or jax.profiler.trace",
     "tensorflow.python": "TensorFlow's private modules have no counterpart",
     "tensorflow.saved_model": "write model.save('model.keras'), or model.export for a server",
     "tensorflow.summary": "lockstep.callbacks.TensorBoard writes what fit logs",
-    **dict.fromkeys(
-        ("tensorflow.test.gpu_device_name", "tensorflow.test.is_built_with_cuda", "tensorflow.test.is_gpu_available"),
-        "TensorFlow sees no GPUs here: write jax.local_devices(), below the line that creates the strategy",
-    ),
-    "tensorflow.tpu": "JAX has its TPUs from the start: leave it out",
+    "tensorflow.tpu": "JAX finds its TPUs: leave it out",
     "tensorflow.train": "lockstep.callbacks.BackupAndRestore in fit, strategy.checkpoint in a loop (docs/resume.md)",
 }
 
@@ -370,16 +391,21 @@ def _prefix(name: str, table: dict[str, str]) -> str:
     return next((prefix for prefix in prefixes if prefix in table), "")
 
 
-def translated(name: str) -> str:
+def translated(name: str, *, with_strategy: bool = True) -> str:
     """Translate a full dotted name; unknown names are returned unchanged.
+
+    Args:
+        name: the name.
+        with_strategy: whether the program has a strategy; Lockstep's callbacks need one.
 
     Example:
         >>> translated("tensorflow.keras.layers.Dense"), translated("tensorflow.distribute.MirroredStrategy")
         ('keras.layers.Dense', 'lockstep.MirroredStrategy')
     """
     name = _ALIASES.sub(r"keras.\1.", name)
-    while (prefix := _prefix(name, RENAMED)) and len(_prefix(name, ABSENT)) < len(prefix):
-        name = RENAMED[prefix] + name[len(prefix) :]
+    table = RENAMED if with_strategy else _WITHOUT_STRATEGY
+    while (prefix := _prefix(name, table)) and len(_prefix(name, ABSENT)) < len(prefix):
+        name = table[prefix] + name[len(prefix) :]
     return name
 
 

@@ -25,17 +25,17 @@ from lockstep.tools.migrate import rewrite_rules, source
 from lockstep.tools.migrate.incompatibilities import find_incompatibilities
 from lockstep.tools.migrate.rewrite_rules import (
     calls,
-    has_strategy,
     is_claim_of_logits,
     is_for_workers,
+    kept_orders,
     worker_differences,
 )
 from lockstep.tools.migrate.source import (
-    HIDDEN,
     Edit,
     ImportBindings,
     SourceText,
     exists,
+    hides_gpus,
     is_relevant_module,
     new_names,
     parameters_of,
@@ -48,8 +48,6 @@ _PREFIX = "# lockstep migrate: "
 _LOGITS = (
     "a softmax and from_logits=True: if both are of one model, JAX applies softmax twice; check with `lockstep doctor`"
 )
-_OF_STRATEGIES = ("lockstep.callbacks.BackupAndRestore", "lockstep.callbacks.TensorBoard")
-_STRATEGY_NEEDED = "this callback needs a model of a strategy: make the model in the scope of lockstep.MirroredStrategy(), or write keras.callbacks"
 _EXTENDED = "strategy.extended has no counterpart; see docs/custom_loops.md"
 _AMBIGUOUS = (
     "the script also uses this name for something else, so names that begin with it stay: give one of them another name"
@@ -110,7 +108,7 @@ def _undone(source: SourceText) -> Iterator[TodoComment]:
 def _find_all(source: SourceText, bindings: ImportBindings) -> Iterator[tuple[ast.AST, str]]:
     for chain in bindings.chains:
         reason = _reason(chain.name)
-        if reason and not _is_inserted(source, chain.node):
+        if reason and not hides_gpus(source, chain.node):
             yield chain.node, f"{short(chain.name)}: {reason}"
     for statement in relevant_imports(source):
         for alias in statement.names:
@@ -125,9 +123,8 @@ def _find_all(source: SourceText, bindings: ImportBindings) -> Iterator[tuple[as
             )
     yield from find_incompatibilities(source, bindings)
     yield from worker_differences(source, bindings)
+    yield from kept_orders(source)
     yield from _ambiguous(bindings)
-    if not (source.has_strategy or has_strategy(source, bindings)):
-        yield from ((one.node, _STRATEGY_NEEDED) for one in bindings.chains if one.name in _OF_STRATEGIES)
     constants = [node for node in ast.walk(source.tree) if isinstance(node, ast.Constant)]
     has_softmax = any(node.value == "softmax" for node in constants)
     for node in ast.walk(source.tree):
@@ -135,12 +132,6 @@ def _find_all(source: SourceText, bindings: ImportBindings) -> Iterator[tuple[as
             yield node, _EXTENDED
         if has_softmax and is_claim_of_logits(node):
             yield node.value, _LOGITS
-
-
-def _is_inserted(source: SourceText, node: ast.expr | ast.stmt) -> bool:
-    """Return whether the translation has inserted the line of a node, which hides the GPUs from TensorFlow."""
-    line, call = source.text[source.line_start(node) :].partition("\n")[0], HIDDEN.partition("  #")[0]
-    return HIDDEN.rstrip() in line or f"{call};" in line  # The comment is left out before another statement.
 
 
 def _ambiguous(bindings: ImportBindings) -> Iterator[tuple[ast.AST, str]]:
@@ -151,7 +142,8 @@ def _ambiguous(bindings: ImportBindings) -> Iterator[tuple[ast.AST, str]]:
             yield chain.node, f"{root}: {_AMBIGUOUS}"
     for chain in bindings.ambiguous_chains:
         root = bindings.modules[chain.root]
-        if translated(chain.name) != translated(root) + chain.name[len(root) :] or _reason(chain.name):
+        by_import = bindings.translated(root) + chain.name[len(root) :]
+        if bindings.translated(chain.name) != by_import or _reason(chain.name):
             yield bindings.ambiguous[chain.root], f"{chain.root}: {_AMBIGUOUS}"
 
 
@@ -235,7 +227,7 @@ class Translation:
 
 
 def translate(
-    text: str, path: str = "script.py", *, for_workers: bool = False, uses_strategy: bool = False
+    text: str, path: str = "script.py", *, for_workers: bool = False, with_strategy: bool = False
 ) -> Translation:
     r"""Translate a program for ``tf.distribute`` and ``tf.keras`` into one for Lockstep and Keras 3.
 
@@ -243,7 +235,7 @@ def translate(
         text: text of the program.
         path: path of its file, for messages.
         for_workers: whether several workers run it, even if this file does not create their strategy.
-        uses_strategy: whether it uses a strategy, even if this file does not.
+        with_strategy: whether the program has a strategy, even if this file does not name it.
 
     Raises:
         OptionError: the text is not valid Python.
@@ -257,7 +249,7 @@ def translate(
         import lockstep
         strategy = lockstep.MirroredStrategy()
     """
-    source = SourceText(text, path, for_workers, uses_strategy)
+    source = SourceText(text, path, for_workers, with_strategy)
     if not list(relevant_imports(source)):
         return Translation(text, text, ())
     for rule in RULES:
@@ -325,11 +317,11 @@ def migrate(paths: Sequence[str], *, write: bool = False) -> list[Migration]:
     """
     texts = [_read(path) for path in paths]
     sources = [SourceText(text, path) for path, (text, _) in zip(paths, texts, strict=True)]
-    program = {
-        "for_workers": any(is_for_workers(ImportBindings(source)) for source in sources),
-        "uses_strategy": any(has_strategy(source, ImportBindings(source)) for source in sources),
-    }
-    translations = [translate(source.text, source.path, **program) for source in sources]
+    bindings = [ImportBindings(source) for source in sources]
+    for_workers, with_strategy = any(map(is_for_workers, bindings)), any(one.has_strategy for one in bindings)
+    translations = [
+        translate(source.text, source.path, for_workers=for_workers, with_strategy=with_strategy) for source in sources
+    ]
     for path, (text, newline), translation in zip(paths, texts, translations, strict=True):
         if write and translation.after != text:
             _replace(Path(path), translation.after, newline)
