@@ -77,7 +77,7 @@ class ModelLayout:
 
         Example:
             >>> import lockstep
-            >>> from lockstep.execution.variable_shards import ModelLayout, VariableLayout
+            >>> from lockstep.execution.variable_layout import ModelLayout, VariableLayout
             >>> kernel = VariableLayout("up/kernel", "model", (64, 256), 65536, (None, "model"), 16384)
             >>> ModelLayout(4, (kernel,)).rules()
             {'up/kernel': (None, 'model')}
