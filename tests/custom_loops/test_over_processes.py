@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import lockstep
-from tests.custom_loops.tools_used import brought_together, trained
+from tests.custom_loops.tools_used import brought_together, dtypes, left_and_read_on, padded, trained
 from tests.laws.compare import assert_close
 
 
@@ -22,3 +22,5 @@ def test_methods_give_the_results_of_one_process_on_each_worker(job, tmp_path, d
     both_have = [[0, 0, 1, 1, 10, 10, 11, 11], [2, 2, 3, 3, 12, 12, 13, 13]]
     only_the_second_has = [14, 14, 15, 15]
     assert [each["drawn"] for each in told] == 2 * [[*both_have, only_the_second_has]]
+    for name, function in {"padded": padded, "left": left_and_read_on, "dtypes": dtypes}.items():
+        assert [each[name] for each in told] == 2 * [function(alone)], name

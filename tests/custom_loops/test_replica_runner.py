@@ -13,7 +13,7 @@ from keras import layers, losses, ops
 
 import lockstep
 from lockstep import PerReplica, get_replica_context
-from lockstep.custom_loops.per_replica import is_cut
+from lockstep.custom_loops.per_replica import is_cut, is_per_replica
 from tests.support.marks import quick_first, some_of
 
 TOPOLOGIES = [(1, 1), (2, 1), (2, 2), (3, 2), (4, 3), (2, 3)]  # replicas, devices
@@ -841,6 +841,74 @@ def test_texts_reach_a_function_that_merges():
             lambda x: get_replica_context().merge_call(lambda _, name, x: x, (f"{len(x)} rows", x.sum())),
             (uneven,),
         )
+
+
+def test_a_model_made_outside_the_scope_is_called_as_one_of_the_strategy():
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential([keras.Input((8,)), layers.Dropout(0.5), layers.BatchNormalization(scale=False)])
+    values = [
+        [variable.value for variable in kind] for kind in (model.trainable_variables, model.non_trainable_variables)
+    ]
+    strategy = make(2)
+    step = lambda x: model.stateless_call(*values, x, training=True)  # noqa: E731
+    outputs, state = strategy.run(step, (one_batch(strategy, np.random.default_rng(0).normal(size=(4, 8))),))
+    first, second = (np.asarray(own) == 0 for own in outputs.values)
+    assert (first != second).any()
+    assert not any(map(is_per_replica, state))
+
+
+@pytest.mark.parametrize("rows", [6, 5, 4, 2])
+def test_a_function_that_merges_sees_the_shapes_of_all_replicas(rows):
+    strategy = make(3)
+
+    def step(own):
+        everything = get_replica_context().merge_call(lambda strategy, x: strategy.gather(x, axis=0), (own,))
+        return everything.mean() + 0 * own.sum(), get_replica_context().merge_call(lambda _, x: x, (own,))
+
+    batch = one_batch(strategy, np.arange(float(rows)))
+    means, values = strategy.run(step, (batch,))
+    assert [float(own) for own in means.values] == [(rows - 1) / 2] * 3
+    assert numbers(values) == numbers(batch)
+
+
+def test_a_function_that_merges_may_be_made_on_each_replica():
+    strategy = make(2)
+
+    def step(own):
+        twice = lambda x: 2 * x  # noqa: E731  # another object in the trace of each group of replicas
+        merge = lambda strategy, f, x: f(strategy.reduce("SUM", x, axis=None))  # noqa: E731
+        return get_replica_context().merge_call(merge, (twice, own.sum()))
+
+    assert float(strategy.run(step, (one_batch(strategy, np.arange(3.0)),))) == 6
+
+
+def test_a_merge_whose_shape_needs_a_value_of_each_replica_is_refused():
+    strategy = make(2)
+
+    def step(own):
+        context = get_replica_context()
+        total = context.all_reduce("SUM", own)
+        return context.merge_call(lambda strategy, x: strategy.gather(x, axis=0), (total,)).mean()
+
+    with pytest.raises(
+        lockstep.ModelError, match=r"expected a result of shape \(4,\) for replicas \[0, 1\], got \(2,\)"
+    ):
+        strategy.run(step, (one_batch(strategy, np.arange(4.0)),))
+
+
+@pytest.mark.parametrize("use", ["run", "reduce", "gather"])
+@pytest.mark.parametrize(
+    "change", [lambda x: x.reshape(-1, 2), lambda x: x[:1], lambda x: x[0, 0]], ids=["cut", "some", "one"]
+)
+def test_stacks_that_are_no_longer_of_one_value_for_each_replica_are_refused(use, change):
+    strategy = make(2)
+    changed = jax.tree.map(change, one_batch(strategy, np.arange(8.0)))
+    with pytest.raises(lockstep.InputError, match="the values of 2 replicas along the first axis"):
+        {
+            "run": lambda: strategy.run(lambda own: own.sum(), (changed,)),
+            "reduce": lambda: strategy.reduce("SUM", changed, axis=None),
+            "gather": lambda: strategy.gather(changed, axis=0),
+        }[use]()
 
 
 @pytest.mark.parametrize(

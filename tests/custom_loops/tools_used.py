@@ -97,3 +97,40 @@ def drawn(strategy):
     """The rows of each batch that the processes draw for themselves, by replica."""
     batches = strategy.distribute_datasets_from_function(own_batches)
     return [np.asarray(strategy.gather(batch, axis=0)).ravel().tolist() for batch in batches]
+
+
+def padded(strategy):
+    """Sums of batches of other lengths on each replica, as padded texts have them."""
+    all_lengths = 5, 7, 6, 9, 5, 5, 5, 5
+
+    def batches(context):
+        count = context.num_replicas_in_sync // context.num_input_pipelines
+        for start in range(0, len(all_lengths), context.num_replicas_in_sync):
+            first = start + count * context.input_pipeline_id
+            yield from (np.ones((2, length), "int32") for length in all_lengths[first : first + count])
+
+    found = strategy.distribute_datasets_from_function(batches)
+    totals = [strategy.run(lambda x: jnp.atleast_1d(x.sum()), (batch,)) for batch in found]
+    return [np.asarray(strategy.gather(total, axis=0)).tolist() for total in totals]
+
+
+def left_and_read_on(strategy):
+    """The rows of a loop that is left and of the next one, from generators whose batches differ from process to process."""
+    first = strategy.num_replicas_in_sync
+
+    def batches(context):
+        count = context.num_replicas_in_sync // context.num_input_pipelines
+        for turn in range(8):
+            numbers = range(count * context.input_pipeline_id, count * (context.input_pipeline_id + 1))
+            yield from (np.full((1 + number % 2,), first * turn + number) for number in numbers)
+
+    data = strategy.distribute_datasets_from_function(batches)
+    loops = [[batch for _, batch in zip(range(2), data, strict=False)] for _ in range(2)]
+    return [np.asarray(strategy.gather(batch, axis=0)).tolist() for batches in loops for batch in batches]
+
+
+def dtypes(strategy):
+    """The dtypes of bfloat16 rows times numbers of Python, which JAX gives the dtype of the rows."""
+    (rows,) = strategy.experimental_distribute_dataset([np.ones(8, jnp.bfloat16)])
+    found = strategy.run(lambda x, rate, count: (x * rate, x * count), (rows, 0.5, 3))
+    return [str(value.groups[0].dtype) for value in found]

@@ -186,6 +186,24 @@ def test_a_rollback_to_averaged_weights_is_refused(tmp_path):
         Run(optimizer=lambda: keras.optimizers.SGD(0.1, use_ema=True)).fit(*data(), *callbacks)
 
 
+def test_a_rollback_before_a_validation_comes_before_weights_are_exchanged_for_averages(tmp_path):
+    """The checkpoint is the very state before the bad step, so going back to it is leaving the step out."""
+    x, y = data("input", bad_steps=[STEPS - 1])
+
+    def left(action):
+        model = Run(optimizer=lambda: keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.5)).build()
+        callbacks = [
+            keras.callbacks.SwapEMAWeights(),
+            NanGuard(action),
+            BackupAndRestore(tmp_path / action, save_freq=1),
+        ]
+        options = {"batch_size": BATCH, "shuffle": False, "epochs": 1, "verbose": 0}
+        model.fit(x, y, validation_data=data(), callbacks=callbacks, **options)
+        return left_by(model)
+
+    assert left("rollback") == left("skip")
+
+
 def test_no_checkpoint_counts_the_step_that_stops_the_training(tmp_path):
     x, y = data("input")
     stopped(Run(), x, y, NanGuard(), BackupAndRestore(tmp_path, save_freq=1, keep=100))

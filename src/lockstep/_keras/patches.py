@@ -127,15 +127,22 @@ STATE_SYNC = Patch(
 STATELESS_CALL = Patch(
     target="model",
     attributes=("stateless_call",),
-    lifetime="one trace of a step, or one call of a function in a replica",
+    lifetime="one trace of a step",
     reason="the forward pass of a step runs by replicas, or its values are recorded",
     public_api="an argument of the trainer that is used in place of stateless_call",
     used_by=(
-        "custom_loops/replica_context.py",
         "execution/step_functions.py",
         "fit/nan_diagnosis.py",
         "parameter_server/gradient_step.py",
     ),
+)
+CALL_ON_REPLICA = Patch(
+    target="class Model",
+    attributes=("stateless_call",),
+    lifetime="while strategy.run traces a replica",
+    reason="a model draws other random numbers on each replica, and what it returns is merged over the replicas",
+    public_api="a hook that Keras calls around each stateless_call",
+    used_by=("custom_loops/replica_context.py",),
 )
 LAYER_CALL = Patch(
     target="layer",

@@ -318,6 +318,7 @@ class _ProcessGroupIterator(_PerReplicaIterator):
         super().__init__(source, len(placement.local_replicas))
         self._all, self._new_gather = placement.replicas, new_gather
         self._divides = placement.replicas % len(placement.devices) == 0
+        self._own = slice(placement.local_replicas.start, placement.local_replicas.stop)
 
     @property
     def num_batches(self) -> None:
@@ -337,16 +338,20 @@ class _ProcessGroupIterator(_PerReplicaIterator):
     def _agree_on_batches(self, drawn: list[Any], gather: BatchGather) -> list[Any]:
         """Return the batches that this process or, if uneven, all have read; none if all inputs have ended or the pass is cancelled."""
         try:
-            rows = gather([self._replicas, [count_rows(batch) for batch in drawn]])
-            if not any(own for _, own in rows):
+            found = gather([self._replicas, [_kinds_of(batch) for batch in drawn]])
+            if not any(own for _, own in found):
                 return []
-            every = [count for _, own in rows for count in own]
-            if self._divides and len(every) == self._all and len(set(every)) == 1:
+            every = [kinds for _, own in found for kinds in own]
+            if self._divides and len(every) == self._all and all(kinds == every[0] for kinds in every):
                 return drawn
-            return _exchange(drawn, [replicas for replicas, _ in rows], gather)
+            return _exchange(drawn, [replicas for replicas, _ in found], gather)
         except CancelledError:
             self._source.give_back(drawn)
             return []
+
+    def give_back(self, batches: list[Any]) -> None:
+        """See :class:`InputSource`; of uneven batches, which all processes have, those that this one has read."""
+        super().give_back([drawn if len(drawn) == self._replicas else drawn[self._own] for drawn in batches])
 
 
 def _exchange(drawn: list[Any], replicas: list[int], gather: BatchGather) -> list[Any]:
@@ -357,6 +362,12 @@ def _exchange(drawn: list[Any], replicas: list[int], gather: BatchGather) -> lis
         for own, count in zip(found, replicas, strict=True)
         for batch in _pad_with_empty(list(own), count, example)
     ]
+
+
+def _kinds_of(batch: Any) -> list[Any]:
+    """Return shapes and dtypes of a batch, as values of JSON; the batches of all replicas need equal ones to be stacked."""
+    count_rows(batch)
+    return [[list(leaf.shape), str(leaf.dtype)] for leaf in jax.tree.leaves(batch)]
 
 
 def _read(batches: Iterator[Any], count: int) -> list[Any]:

@@ -265,6 +265,13 @@ def check_replicas(what: str, value: PerReplica, replicas: int) -> None:
             f"strategy.{what}: expected a value of each of {replicas} replicas, got one of {found} replicas. Fix: use the strategy "
             "whose data set or run made it."
         )
+    for array, own in zip(value.groups, value.members, strict=True):
+        if np.shape(array)[:1] != (len(own),):
+            raise InputError(
+                f"strategy.{what}: expected the values of {len(own)} replicas along the first axis of a PerReplica's array, got an array of "
+                f"shape {np.shape(array)}. Fix: change the values in the function that strategy.run calls; jax.tree.map gives it the "
+                "stacks of all replicas' values."
+            )
 
 
 def check_shapes(what: str, shapes: Sequence[Sequence[int]], axis: int) -> None:

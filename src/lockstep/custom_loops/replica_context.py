@@ -1,10 +1,10 @@
 """The context of one replica inside ``strategy.run``, and Keras models that are called there."""
 
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
+from enum import Enum
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,7 @@ import keras
 
 from lockstep._errors import ModelError, ScopeError, member_of
 from lockstep._keras.graph import copy_keras_mask
-from lockstep._keras.patches import STATELESS_CALL, patched_method, value_in_context
+from lockstep._keras.patches import CALL_ON_REPLICA, patched, value_in_context
 from lockstep.collectives import AutoAllReduce, CrossDeviceOps
 from lockstep.collectives.base import ReduceOp
 from lockstep.custom_loops.per_replica import (
@@ -181,7 +181,7 @@ class ReplicaContext:
         Args:
             merge_fn: runs in the cross-replica context, in which ``strategy.reduce`` and so on work. Its array arguments are
                 :class:`PerReplica`, or arrays if all replicas share them; others are unchanged.
-            args: trees; arrays have the same shapes on every replica.
+            args: trees of arrays, which may have other shapes on other replicas, and of other objects.
             kwargs: keyword arguments, likewise.
 
         Returns:
@@ -217,10 +217,15 @@ class ReplicaContext:
             returned[:] = [tree]
             return [x if is_per_replica(x) else jnp.asarray(x) for x in results]
 
-        every = [_stacked_shape(jax.typeof(leaf), self.num_replicas_in_sync) for leaf in leaves]
-        shapes = [_replica_shape(shape) for shape in jax.eval_shape(combine, every)]
-        name = f"merge_call of {others}" if others else "merge_call"
-        found = sync(SyncPoint(name, combine, structure=structure), leaves, shapes)
+        shapes = [self._gathered_shapes(leaf.shape) for leaf in leaves]
+        # JAX may not reuse the trace of a compiled function around this: the other replicas' shapes differ from call to call.
+        self.later_traces.enter_context(trace_context(object()))
+        every = [_stacked_shapes(own, leaf.dtype) for own, leaf in zip(shapes, leaves, strict=True)]
+        own_shapes = [leaf.shape for leaf in leaves]
+        mine = next((r for r, found in enumerate(zip(*shapes, strict=True)) if list(found) == own_shapes), 0)
+        results = [_replica_shape(shape, mine) for shape in jax.eval_shape(combine, every)]
+        name = f"merge_call of {[_named(leaf) for leaf in others]}" if others else "merge_call"
+        found = sync(SyncPoint(name, combine, structure=structure), leaves, results)
         return jax.tree.unflatten(returned[0], found)
 
     def _check_is_running(self, method: str) -> None:
@@ -231,18 +236,26 @@ class ReplicaContext:
             )
 
 
-def _stacked_shape(shape: Any, replicas: int) -> PerReplica:
-    """Return the shape of a PerReplica whose values have ``shape``."""
-    stack = jax.ShapeDtypeStruct((replicas, *shape.shape), shape.dtype)
-    return PerReplica((stack,), (tuple(range(replicas)),))
+def _stacked_shapes(shapes: list[tuple[int, ...]], dtype: Any) -> PerReplica:
+    """Return the shape of a PerReplica whose values have these ``shapes``, one for each replica."""
+    kinds = list(dict.fromkeys(map(tuple, shapes)))
+    members = [tuple(replica for replica, shape in enumerate(shapes) if tuple(shape) == kind) for kind in kinds]
+    stacks = [jax.ShapeDtypeStruct((len(own), *kind), dtype) for own, kind in zip(members, kinds, strict=True)]
+    return PerReplica(tuple(stacks), tuple(members))
 
 
-def _replica_shape(result: Any) -> Any:
-    """Return the shape of one replica's value of a merge call's result."""
+def _replica_shape(result: Any, replica: int) -> Any:
+    """Return the shape of a replica's value of a merge call's result."""
     if not is_per_replica(result):
         return result
-    (stack,) = result.groups
+    (stack,) = (stack for stack, own in zip(result.groups, result.members, strict=True) if replica in own)
     return jax.ShapeDtypeStruct(stack.shape[1:], stack.dtype)
+
+
+def _named(argument: Any) -> Any:
+    """Return what an argument is in the name of a sync point: its value, or the type of an object that each trace may make anew."""
+    is_plain = argument is None or isinstance(argument, (str, bytes, int, float, complex, Enum))
+    return argument if is_plain else type(argument)
 
 
 @contextmanager
@@ -294,24 +307,20 @@ def dtype_of_mean(dtype: Any) -> Any:
     return jnp.promote_types(dtype, jnp.float32)
 
 
-class ReplicaModels:
-    """The models of a strategy, the oldest first; in a traced replica their ``stateless_call`` is that of :class:`_CallOnReplica`."""
+@contextmanager
+def models_on_replica() -> Iterator[None]:
+    """Replace ``stateless_call`` of all models by :class:`_CallOnReplica` while a replica is traced, also of those made outside a scope."""
+    with dispatch_lock, patched(CALL_ON_REPLICA, [(keras.Model, "stateless_call", _stateless_call_on_replica)]):
+        yield
 
-    def __init__(self) -> None:
-        self._models: weakref.WeakKeyDictionary[keras.Model, None] = weakref.WeakKeyDictionary()
 
-    def __iter__(self) -> Iterator[keras.Model]:
-        return iter(self._models)
+_stateless_call = (
+    keras.Model.stateless_call
+)  # also in a replica of a function that merges, where the attribute is replaced already
 
-    def add(self, model: keras.Model) -> None:
-        """Add a model."""
-        self._models[model] = None
 
-    @contextmanager
-    def in_replica(self) -> Iterator[None]:
-        """Replace the models' ``stateless_call`` while a replica is traced."""
-        with dispatch_lock, patched_method(STATELESS_CALL, self._models, _CallOnReplica.of):
-            yield
+def _stateless_call_on_replica(model: keras.Model, *args: Any, **kwargs: Any) -> Any:
+    return _CallOnReplica(model, partial(_stateless_call, model))(*args, **kwargs)
 
 
 @dataclass(frozen=True)
@@ -325,11 +334,6 @@ class _CallOnReplica:
 
     model: keras.Model
     original: Callable[..., Any]
-
-    @classmethod
-    def of(cls, model: keras.Model, call: Callable[..., Any]) -> "_CallOnReplica":
-        """Return the call for a replica, which may be nested in a merge call of another one."""
-        return call if isinstance(call, cls) else cls(model, call)
 
     def __call__(
         self, trainable: Any, non_trainable: Any, *args: Any, return_losses: bool = False, **kwargs: Any

@@ -322,13 +322,26 @@ def _run_sync_point(batches: list[_ReplicaBatch], position: int, sync_point: Syn
     operands = zip(*(batch.sync_equations[position].invars for batch in batches), strict=True)
     found = sync_point.combine([_collect(batches, list(atoms)) for atoms in operands])
     for batch in batches:
-        for turn, (var, value) in enumerate(zip(batch.sync_equations[position].outvars, found, strict=True)):
+        equation = batch.sync_equations[position]
+        shapes = [shape for shape, _ in equation.params["outputs"]]
+        for turn, (var, shape, value) in enumerate(zip(equation.outvars, shapes, found, strict=True)):
+            _check_result(sync_point.name, batch.replicas, shape, value)
             if is_per_replica(value):
                 batch.values[var] = batch.padded(value)
                 batch.varying.add(var)
             else:
                 batch.values[var] = value
                 batch.origin[var] = batch.number_of("sync_point", position, turn)
+
+
+def _check_result(name: str, replicas: Replicas, shape: tuple[int, ...], value: Any) -> None:
+    """Refuse a result of another shape than the replicas were traced with; JAX would compute with the shape that it knows."""
+    found = value.of(replicas).shape[1:] if is_per_replica(value) else jnp.shape(value)
+    if found != shape:
+        raise ModelError(
+            f"strategy.run: {name}: expected a result of shape {shape} for replicas {list(replicas)}, got {found}: "
+            "what it is given has one value that all replicas share. Fix: let the shape of the result not depend on the number of replicas' values."
+        )
 
 
 def _collect(batches: list[_ReplicaBatch], atoms: list[Any]) -> Any:

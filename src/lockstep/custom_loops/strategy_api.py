@@ -3,7 +3,7 @@
 import functools
 import operator
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -41,6 +41,7 @@ from lockstep.custom_loops.replica_context import (
     check_not_in_replica,
     dtype_of_mean,
     in_context,
+    models_on_replica,
 )
 from lockstep.custom_loops.replica_runner import explain_tracer_errors, run_on_replicas
 from lockstep.data.input_options import InputOptions, check_input_options
@@ -49,6 +50,7 @@ from lockstep.data.sources import make_tree_source
 from lockstep.devices.names import device_name
 from lockstep.devices.placement import DEVICE_AXIS, Placement, is_spread, local_values
 from lockstep.distributed.resolvers import ClusterResolver
+from lockstep.execution.compiled_step import dispatch_lock
 
 _MAX_REMEMBERED_CALLS = 4096  # of run, and which variables they read: as many as jax.jit keeps
 
@@ -116,7 +118,7 @@ class StrategyApi:
 
         Inside ``jax.jit`` the call becomes part of the compiled step; outside it is compiled separately, once for each ``fn``
         and each kind of argument, as ``jax.jit`` would. ``fn`` is traced once for all replicas whose arguments have the same
-        shapes. A model of this strategy draws different noise on each replica, and the non-trainable values that its
+        shapes. A Keras model draws different noise on each replica, and the non-trainable values that its
         ``stateless_call`` returns are merged over the replicas, as in ``fit``; but a variable without ``aggregation`` whose value ``fit``
         would compute on the global batch is refused.
 
@@ -174,7 +176,8 @@ class StrategyApi:
             # With a dtype: Keras's first value of a number has a weak one, for which JAX would trace again.
             newest = self._placement.put([jnp.asarray(one.value, one.value.dtype) for one in read])
             try:
-                return self._run_compiled(call, placed, newest)
+                with dispatch_lock if len(self._placement.devices) > 1 else nullcontext():
+                    return self._run_compiled(call, placed, newest)
             except _UnknownVariablesError as error:
                 read.extend(error.variables)
 
@@ -198,7 +201,7 @@ class StrategyApi:
             lengths = [mine.shape[0] for value, mine in pairs if is_per_replica(value) and mine.ndim]
             context = ReplicaContext(self, replica, gathered_shapes, lengths)
             access = _VariableAccess(known, own[len(values) :])
-            with in_context(self, context), self._models_in_replica(), access:
+            with in_context(self, context), models_on_replica(), access:
                 found = call(own[: len(values)])
             access.refuse_assignments()
             if read is not None:
@@ -421,10 +424,6 @@ class StrategyApi:
     @cached_property
     def _run_compiled(self) -> Any:
         return jax.jit(self._run, static_argnums=0)
-
-    def _models_in_replica(self) -> AbstractContextManager[Any]:
-        """Return a context in which the strategy's models are called on a replica."""
-        return nullcontext()
 
     def _sum_stacks(self, values: list[list[jax.Array]], ops: CrossDeviceOps | None = None) -> list[jax.Array]:
         """Sum for each value its stacks ``(replicas of a group, …)`` over axis 0 in its dtype; between devices by one cross-device operation."""

@@ -94,6 +94,11 @@ class StepFunctions:
         for hook in self.hooks:
             hook.on_pause()
 
+    def validation_begins(self) -> None:
+        """Call ``on_validation`` of all hooks."""
+        for hook in self.hooks:
+            hook.on_validation()
+
     def allows_checkpoint(self) -> bool:
         """Return whether all hooks allow a checkpoint now."""
         return all(hook.allows_checkpoint() for hook in self.hooks)

@@ -48,6 +48,9 @@ class StepHook:
     def on_pause(self) -> None:
         """Called before other work than a step, which may take as long as compiling does."""
 
+    def on_validation(self) -> None:
+        """Called before a validation in ``fit`` with checkpoints, before its callbacks change anything."""
+
     def allows_checkpoint(self) -> bool:
         """Return whether a checkpoint may be written now."""
         return True

@@ -237,6 +237,10 @@ class StepGuard(StepHook):
                 for variable, value in zip(kind, values, strict=True):
                     variable.assign(value)
 
+    def on_validation(self) -> None:
+        """See :class:`StepHook`: a rollback sets the variables before a callback, as SwapEMAWeights, exchanges them."""
+        self.check_last_step()
+
     def allows_checkpoint(self) -> bool:
         """See :class:`StepHook`: a checkpoint counts the steps that were skipped, and none that ends the training or is rolled back."""
         if self.guard.options.action != "rollback":

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -18,7 +19,7 @@ from lockstep._keras.graph import global_batch_reason
 from lockstep._keras.patches import value_in_context
 from lockstep._keras.variable_placement import VariableSharder, has_layout, lay_out
 from lockstep._logging import counted, log_info
-from lockstep.custom_loops.replica_context import ReplicaModels, open_scopes
+from lockstep.custom_loops.replica_context import open_scopes
 from lockstep.data.fit_wrapper import FitWrapper
 from lockstep.data.process_group import ProcessGroup
 from lockstep.devices.names import is_described, listed_devices
@@ -183,7 +184,7 @@ class Strategy(Diagnostics):
         self._placement = placement
         # Whether variables of models are laid over the devices when they are made.
         self._shards_variables = options.shard == "variables" or isinstance(placement, MeshPlacement)
-        self._models = ReplicaModels()
+        self._models: weakref.WeakKeyDictionary[keras.Model, None] = weakref.WeakKeyDictionary()  # the oldest first
         self._process_group = self._join_process_group()
         checks = FitChecks(self._runtime_settings(), self._log_once)
         self._fit_wrapper = FitWrapper(
@@ -307,7 +308,7 @@ class Strategy(Diagnostics):
 
         trainer.attach_strategy(model, self, make, partial(self._build_context, model))
         self._fit_wrapper.replace_methods(model, log_once)
-        self._models.add(model)
+        self._models[model] = None
 
     def _layout_notes(self, model: keras.Model) -> list[str]:
         if self._shard != "variables" or not model.built:
@@ -389,9 +390,6 @@ class Strategy(Diagnostics):
 
     def _log(self, message: str) -> None:
         log_info(message)
-
-    def _models_in_replica(self) -> contextlib.AbstractContextManager[None]:
-        return self._models.in_replica()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(devices={list(self.devices)}, replicas={self.num_replicas_in_sync})"

@@ -12,7 +12,7 @@ from jax.extend.core import Primitive
 
 import lockstep
 from lockstep._keras import trainer
-from lockstep.callbacks import BackupAndRestore, ThroughputMonitor
+from lockstep.callbacks import BackupAndRestore, NanGuard, ThroughputMonitor
 from lockstep.devices.peak_flops import PEAKS, peak_of
 from lockstep.fit.monitoring.step_timer import NAMES, FitProgress, StepTimer, TimerReading, flops_of_step, numbers_of
 from lockstep.tools.plan.hardware import known_accelerators
@@ -55,11 +55,11 @@ def test_a_second_fit_measures_all_steps_unless_the_model_is_compiled_again():
         def on_epoch_end(self, epoch, logs=None):
             measured.append(monitor.attachment.timer.of_epoch.steps)
 
-    for _ in range(2):
-        fit(model, monitor, Seen(), epochs=1)
+    for guards in ([], [], [NanGuard()], [NanGuard()], []):  # A guarded step is compiled by itself.
+        fit(model, monitor, Seen(), *guards, epochs=1)
     model.compile("sgd", "mse")
     fit(model, monitor, Seen(), epochs=1)
-    assert measured == [STEPS - 2, STEPS, STEPS - 2]
+    assert measured == [STEPS - 2, STEPS, STEPS - 2, STEPS, STEPS, STEPS - 2]
 
 
 def test_a_batch_of_another_shape_is_compiled_too():

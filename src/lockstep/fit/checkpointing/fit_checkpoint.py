@@ -374,6 +374,7 @@ class FitCheckpoint(StepHook):
 
     def validation_begins(self) -> None:
         """Keep the state before a validation, for a preemption during it."""
+        self._functions.validation_begins()
         point = self._before_reset(self._save_point(self._position, True, _CHANGED_BY_VALIDATION))
         hearing = [number for number, callback in enumerate(self._other_callbacks) if _hears_validation(callback)]
         self._before_validation = replace(point, callbacks={number: self._packed(number) for number in hearing})

@@ -42,6 +42,7 @@ from lockstep.fit.monitoring.step_timer import (
     numbers_of,
 )
 from lockstep.fit.monitoring.tensorboard import TensorBoard
+from lockstep.fit.nan_guard import NanGuard
 
 _INTERVAL, _WINDOW = 1.0, 10  # seconds from write to write; and number of samples for shares of the time
 _MAX_WAIT_SECONDS = 5.0  # that the end of fit waits for a write that hangs
@@ -193,7 +194,9 @@ class MonitorHook:
 
     def __init__(self) -> None:
         self._counters: WeakKeyDictionary[keras.Model, _StepCounter] = WeakKeyDictionary()
-        self._compiled: WeakKeyDictionary[Any, dict[Any, int]] = WeakKeyDictionary()  # by training function
+        # By training function; a NanGuard has it compile another program.
+        self._compiled: WeakKeyDictionary[Any, dict[Any, int]] = WeakKeyDictionary()
+        self._compiled_guarded: WeakKeyDictionary[Any, dict[Any, int]] = WeakKeyDictionary()
 
     def around_fit(self, context: FitContext) -> AbstractContextManager[None]:
         """See :class:`lockstep.fit.fit_hooks.FitHook`."""
@@ -210,13 +213,16 @@ class MonitorHook:
         counter = self._counters.setdefault(model, _StepCounter())
         before = counter.count(model.optimizer)  # Now, as a resumed run will restore the optimizer's count.
         run = backup and backup.directory.absolute()
-        timer = StepTimer(lambda: context.data.meter.waited, _window(monitors), compiled=self._compiled_of)
+        is_guarded = single_callback(context.callbacks, NanGuard) is not None
+        compiled = self._compiled_guarded if is_guarded else self._compiled
+        timer = StepTimer(
+            lambda: context.data.meter.waited,
+            _window(monitors),
+            compiled=lambda model: compiled.setdefault(model.train_function, {}),
+        )
         with _monitored(context, monitors, folders, timer, partial(counter.count_from, run, before)):
             yield
         counter.steps, counter.updates = timer.progress.total, steps_done(model.optimizer)
-
-    def _compiled_of(self, model: keras.Model) -> dict[Any, int]:
-        return self._compiled.setdefault(model.train_function, {})
 
 
 def _window(monitors: list[MonitorCallback]) -> int:

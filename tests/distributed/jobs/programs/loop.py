@@ -4,7 +4,7 @@ import os
 
 import numpy as np
 
-from tests.custom_loops.tools_used import brought_together, drawn, trained
+from tests.custom_loops.tools_used import brought_together, drawn, dtypes, left_and_read_on, padded, trained
 from tests.distributed.jobs.program import config, make_strategy, tell
 
 strategy = make_strategy(replicas=4)
@@ -16,3 +16,4 @@ local = strategy.experimental_local_results(
 (uneven,) = strategy.experimental_distribute_dataset([np.arange(5)])
 rows = [np.asarray(value).tolist() for value in strategy.experimental_local_results(uneven)]
 tell(own=[int(value) for value in local], uneven=rows, drawn=drawn(strategy))
+tell(padded=padded(strategy), left=left_and_read_on(strategy), dtypes=dtypes(strategy))
