@@ -1,7 +1,7 @@
 """Base classes of cross-device operations, and the options of communication with the names of ``tf.distribute``.
 
 Most operations pack many small arrays into few long vectors, so that few collectives send them. A new one is a subclass in a file of this
-package, and a line in ``ALGORITHMS`` of its ``__init__``. ``execution/spmd`` calls them in a step.
+package, and a line in ``ALGORITHMS`` of its ``registry.py``. ``execution/spmd`` calls them in a step.
 """
 
 import abc

@@ -231,9 +231,9 @@ class TensorBoard(MonitorCallback):
 
     Counterpart of ``keras.callbacks.TensorBoard``, with its arguments, folders (``train``, ``validation``) and tags: ``epoch_loss``, ``epoch_accuracy``,
     ``epoch_learning_rate``, … by epoch, ``batch_loss``, … and ``evaluation_loss_vs_iterations`` by step. In addition it writes ``throughput/samples_per_sec``,
-    ``throughput/device/samples_per_sec``, ``time/step`` and ``time/data_wait`` by step (see :class:`ThroughputMonitor`). Files can be read
-    during the run, and after a kill. Of several workers only the chief writes. A run that :class:`BackupAndRestore`
-    resumes continues to count its steps, and no step is written twice.
+    ``throughput/device/samples_per_sec``, ``time/step`` and ``time/data_wait`` (see :class:`ThroughputMonitor`) with the number of the
+    step: once an epoch, or as often as ``update_freq`` says. Files can be read during the run, and after a kill. Of several workers only the
+    chief writes. A run that :class:`BackupAndRestore` resumes continues to count its steps, and no step is written twice.
 
     Args:
         log_dir: parent of the folders; one for each run.
