@@ -674,15 +674,15 @@ FAULTS = [
     Mutant(
         "gradients-not-accumulated",
         "parameter_server/sparse_rows.py",
-        "total = total + gradient * weight.astype(value.dtype)",
-        "total = gradient * weight.astype(value.dtype)",
+        "total = total + gradient.astype(wide) * weight.astype(wide)",
+        "total = gradient.astype(wide) * weight.astype(wide)",
         "Of the parts of a batch only the last counts.",
     ),
     Mutant(
         "mean-of-parts-not-divided",
         "parameter_server/sparse_rows.py",
-        "return total / sum(weights[1:], weights[0]).astype(value.dtype)",
-        "return total",
+        "return (total / sum(weights[1:], weights[0]).astype(wide)).astype(value.dtype)",
+        "return total.astype(value.dtype)",
         "The parts of a batch are added and not averaged.",
     ),
     Mutant(

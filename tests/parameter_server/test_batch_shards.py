@@ -105,6 +105,21 @@ def test_everything_else_is_refused_with_both_losses(make, loss, batch):
         checked(make, loss, batch, 2)
 
 
+# Of these batches the mean of the parts is that of the batch, of later ones it is not.
+FIRST = {
+    "the unmasked entries of its outputs": (words, "mse", (np.maximum(WORDS, 1), OTHERS["a mask"][2][1])),
+    "its weights": (*OTHERS["a mean by weights"][:2], (X, Y, np.ones_like(WEIGHTS))),
+}
+
+
+@pytest.mark.parametrize(
+    ("make", "loss", "batch", "divisor"), [(*case, name) for name, case in FIRST.items()], ids=FIRST
+)
+def test_a_loss_that_is_a_mean_for_the_first_batch_only_is_refused(make, loss, batch, divisor):
+    with pytest.raises(ModelError, match=f"Model 'net': the loss of a batch is divided by {divisor}.*no mask"):
+        checked(make, loss, batch, 2)
+
+
 def test_a_batch_that_stays_whole_may_have_any_loss():
     checked(*OTHERS["rows that are compared"], parts=1)
 

@@ -69,6 +69,11 @@ def train(schedule, join, fetch, make_model, pull, push, iterator):
     model = make_model(keras.optimizers.SGD(0.05), 0.0)
     found = fetch(schedule(twice, (iterator,), {"factor": 2}))
     told += [found["first"], found["both"][0], found["both"][1].tolist()]
+    def tested():
+        own = model.test_on_batch(x[:16], y[:16], return_dict=True)["loss"]
+        predicted = np.asarray(model.predict_on_batch(x[:2])), model.predict(x[:2], verbose=0)
+        return own, predicted, model.evaluate(x[:16], y[:16], verbose=0)
+    told += [keras.tree.map_structure(lambda one: np.asarray(one).tolist(), fetch(schedule(tested, ())))]
     join()  # Only then has the worker what is not trained, for a gradient of its own.
     results = [schedule(sgd, (iterator,)) for _ in range(3)]
     told.append([float(loss) for loss in fetch(results)])

@@ -51,6 +51,14 @@ def test_a_cache_is_refused_as_each_worker_reads_its_own_part():
         lockstep.ParameterServerStrategy(input_options=lockstep.InputOptions(cache="memory"))
 
 
+def test_a_loop_with_servers_has_no_checkpoint_of_each_process(chief, tmp_path):
+    with pytest.raises(
+        lockstep.OptionError, match=r"the newest variables are on servers.*Fix: fit with .*BackupAndRestore"
+    ):
+        chief().checkpoint(tmp_path / "loop")
+    assert not (tmp_path / "loop").exists()
+
+
 def test_a_strategy_has_one_coordinator_under_both_names(chief):
     strategy = chief()
     coordinator = lockstep.ClusterCoordinator(strategy)

@@ -17,11 +17,14 @@ from lockstep.fit.checkpointing.model_state import variables_of
 from lockstep.parameter_server.gradient_step import nonempty_parts, part_of, specs_of
 from lockstep.parameter_server.sharding import plan_shards
 from lockstep.parameter_server.state_sync import (
+    Additivity,
     DeltaAccumulator,
     StateSync,
+    add_deltas,
     compute_delta,
     compute_deltas,
     is_additive,
+    merge_rules,
 )
 
 RANDOM = np.random.default_rng(0)
@@ -240,6 +243,83 @@ def test_a_metric_that_does_not_add_up_is_seen_and_shows_the_last_batch():
         [value for number, value in enumerate(totals.metrics) if number not in no_sums],
         [value for number, value in enumerate(whole) if number not in no_sums],
     )
+
+
+class Observed(layers.Layer):
+    """Values that the newest one replaces, next to a counter and an average; the largest number begins without a number."""
+
+    def build(self, shape):
+        def weight(name, value, dtype="float32"):
+            initializer = keras.initializers.Constant(value)
+            return self.add_weight(shape=(), dtype=dtype, initializer=initializer, trainable=False, name=name)
+
+        self.most, self.far, self.last = weight("most", -np.inf), weight("far", 1e10), weight("last", 0)
+        self.calls, self.mean, self.set = weight("calls", 0, "int32"), weight("mean", 1000), weight("set", 0, "int32")
+
+    def call(self, x):
+        self.most.assign(ops.maximum(self.most, ops.max(x)))
+        self.far.assign(ops.min(x))
+        self.last.assign(x[0, 0])
+        self.calls.assign_add(1)
+        self.mean.assign(0.99 * self.mean + 0.01 * ops.mean(x))
+        self.set.assign(1)
+        return x
+
+
+def test_changes_add_up_of_counters_and_averages_only():
+    model = made(Observed(), layers.Dropout(0.3, seed=3))
+    step, state = compiled(model), state_of(model)
+    expected = one_after_the_other(step, state, BATCHES)
+    known, totals = Additivity(merge_rules(model)), DeltaAccumulator(model)
+    totals.set(state[1], state[3])
+    for batch in BATCHES:
+        others = [
+            new if is_seed(variable) else old
+            for new, old, variable in zip(state[1], totals.non_trainable, model.non_trainable_variables, strict=True)
+        ]
+        new = step((state[0], others, *state[2:]), batch)
+        repeat = lambda others, metrics: step((state[0], others, state[2], metrics), batch)[1::2]  # noqa: B023, E731
+        known.observe((others, state[3]), new[1::2], repeat)
+        changed = compute_deltas((new[1], others), (new[3], state[3]), known.no_sums, known.replaced)
+        totals.add([changed], [7], known.no_sums)
+    names = [variable.path.rpartition("/")[2] for variable in model.non_trainable_variables]
+    assert {names[number] for number in known.replaced} == {"most", "far", "last", "set"}
+    kept = [number for number, variable in enumerate(model.non_trainable_variables) if not is_seed(variable)]
+    assert_close([totals.non_trainable[n] for n in kept], [expected[1][n] for n in kept])
+
+
+def test_a_metric_that_a_first_batch_leaves_as_it_is_is_tested_by_a_later_one():
+    known, zero = Additivity([]), np.float32(0)
+    for largest, expected in ((0, NONE), (3, {1})):  # A sum, which all batches change, and a maximum.
+        after, again = [np.float32(2), np.float32(largest)], [np.float32(4), np.float32(largest)]
+        known.observe(([], [zero, zero]), ([], after), lambda others, metrics: ([], again))  # noqa: B023
+        assert known.no_sums == expected
+
+
+def test_changes_of_several_steps_are_those_of_all_in_turn():
+    one, two = np.float32(1), np.float32(2)
+    total = {}
+    for deltas in ({"other/0": one}, {"other/0": two, "new/1": one}, {"new/0": one, "other/1": two}, {"other/0": two}):
+        add_deltas(total, deltas)
+    assert total == {"new/0": 3, "new/1": 3}
+
+
+@pytest.mark.parametrize("rule", ["mean", "only_first_replica"])
+def test_parts_of_which_one_has_a_new_value_are_merged(rule):
+    class State(layers.Layer):
+        def build(self, shape):
+            self.add_weight(shape=(), initializer="zeros", trainable=False, name="state", aggregation=rule)
+
+        def call(self, x):
+            return x
+
+    model = made(State())
+    (number,) = (n for n, one in enumerate(model.non_trainable_variables) if one.path.endswith("/state"))
+    totals, state = DeltaAccumulator(model), state_of(model)
+    totals.set(state[1], state[3])
+    totals.non_trainable[number] = np.float32(10)
+    totals.add([{f"other/{number}": np.float32(2)}, {f"new/{number}": np.float32(20)}, {}], [2, 1, 1], NONE)
+    assert totals.non_trainable[number] == (12 * 2 + 20 + 10) / 4 if rule == "mean" else 20
 
 
 @pytest.mark.parametrize(

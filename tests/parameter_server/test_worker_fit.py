@@ -10,6 +10,7 @@ import pytest
 
 from lockstep._errors import ClusterError
 from lockstep.data.keras_adapter import KerasInput
+from lockstep.data.random_state import capture_random_state, restore_random_state
 from lockstep.data.sources import Pending, make_source
 from lockstep.parameter_server import fit_dispatch
 from lockstep.parameter_server.chief_fit import ChiefFit
@@ -153,7 +154,9 @@ def test_a_worker_that_comes_after_later_calls_has_the_weights_of_fit_or_logs_th
     values = {name: np.full(variable.shape, 7) for name, variable in fit_dispatch.synced_variables(model).items()}
     hooks = {"hooks of the data": np.frombuffer(b"[]", np.uint8)}
     with ServedDispatcher() as served:
-        served.dispatcher.close({"history": {}, "epoch": [], "taken": 0}, values, hooks)
+        served.dispatcher.close(
+            {"history": {}, "epoch": [], "taken": 0, "random": capture_random_state()}, values, hooks
+        )
         served.dispatcher.open(2)
         served.dispatcher.close({"value": 0.5}, values if later == "fit" else None)
         worker = worker_of(served)
@@ -201,7 +204,8 @@ def end_call(dispatcher, own, epochs):
             batches.take(None)
         own.on_epoch_end()
     hooks = {"hooks of the data": np.frombuffer(json.dumps(own.epoch_hooks).encode(), np.uint8)}
-    dispatcher.close({"history": {}, "epoch": [], "taken": own.total_taken}, {"weights": np.ones(3)}, hooks)
+    result = {"history": {}, "epoch": [], "taken": own.total_taken, "random": capture_random_state()}
+    dispatcher.close(result, {"weights": np.ones(3)}, hooks)
 
 
 def assert_alike(own, chiefs):
@@ -227,6 +231,35 @@ def test_a_worker_that_comes_after_two_calls_reads_what_the_chief_reads_in_the_n
         worker = worker_of(served)
         for _ in range(2):
             worker.run_call(net(), "fit", {"x": of_worker()}, None)
+    assert_alike(own, chiefs)
+
+
+@pytest.mark.parametrize("make", [numbers, Shuffled])
+@pytest.mark.parametrize("role", ["worker", "ps"])
+def test_an_evaluation_leaves_data_and_random_numbers_alike_on_all_processes(make, role):
+    """The chief evaluates alone: what it reads and draws, the others must not use again."""
+    chiefs, own, before = make(), make(), capture_random_state()
+    with ServedDispatcher() as served:
+        chief = ChiefFitDispatch(Mock(), served.dispatcher, Mock())
+        served.dispatcher.close({})
+        data = reads(chiefs)()
+        data.track_state(None)
+
+        def evaluation():
+            data.on_epoch_begin()
+            batches = data.get_jax_iterator()
+            for _ in range(4):
+                batches.take(None)
+            data.on_epoch_end()
+            np.random.random(7)
+            return 0.5
+
+        assert chief.run_call(net(), "evaluate", {"x": data}, evaluation) == 0.5
+        drawn = np.random.random()
+        restore_random_state(before)
+        follower = WorkerFitDispatch(Mock(role=Mock(job=role)), served.client(1), Mock())
+        assert follower.run_call(net(), "evaluate", {"x": reads(own)()}, None) == 0.5
+    assert np.random.random() == drawn
     assert_alike(own, chiefs)
 
 

@@ -113,6 +113,18 @@ class IndexedBatches:
         while not self._source.restarts and self._batches is not None and self._position < taken:
             self._read(keep=False)
 
+    def follow(self, hooks: list[EpochHook], taken: int) -> None:
+        """Bring the input to where that of the other process is at the end of a call.
+
+        Args:
+            hooks: all hooks of the data in that call.
+            taken: number of batches that were taken in it; they are read if the input continues from pass to pass.
+        """
+        self.run_hooks(hooks)
+        if not self._source.restarts:
+            self.begin({"hooks": [], "pass": 0, "at_begin": {}, "taken_before": 0})
+            self.read_up_to(taken)
+
     def _read(self, keep: bool) -> None:
         batch = next(self._batches, None) if self._batches is not None else None
         if batch is None:

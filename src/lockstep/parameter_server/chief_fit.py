@@ -233,7 +233,7 @@ class ChiefFit:
         reports, changed = zip(*found, strict=True)
         with self._lock:
             rows = [report["rows"] for report in reports]
-            self._state_sync.totals.add(changed, rows, frozenset(reports[0]["no_sums"]))
+            self._state_sync.totals.add(changed, rows, _no_sums(reports))
             self._counters.add(reports)
 
     def _changing_values(self) -> Mapping[str, np.ndarray]:
@@ -242,7 +242,7 @@ class ChiefFit:
 
     def _logs_of(self, reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Return the logs of all finished batches; logs that no metric gives are those of the last batch."""
-        for number in reports[0]["no_sums"]:
+        for number in sorted(_no_sums(reports)):
             name = variables_of(self._model)[3][number].path
             self._warn_once(
                 f"metric {name!r} does not add up over batches, so the logs show that of the last finished batch"
@@ -261,6 +261,11 @@ class ChiefFit:
         pairs = list(zip(self._model.metrics_variables, metrics, strict=True))
         with keras.StatelessScope(state_mapping=pairs):
             return self._model.get_metrics_result()
+
+
+def _no_sums(reports: Sequence[Mapping[str, Any]]) -> frozenset[int]:
+    """Return the metrics' variables that do not add up; a worker knows it of those that its batches have changed."""
+    return frozenset(number for report in reports for number in report["no_sums"])
 
 
 def _mean(name: str, reports: Sequence[Mapping[str, Any]]) -> Any:

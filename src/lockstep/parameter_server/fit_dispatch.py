@@ -19,6 +19,7 @@ from lockstep.data import fit_wrapper
 from lockstep.data.indexed_batches import IndexedBatches
 from lockstep.data.keras_adapter import KerasInput
 from lockstep.data.process_group import ProcessGroup
+from lockstep.data.random_state import capture_random_state, restore_random_state
 from lockstep.distributed.control.termination import exit_code_of
 from lockstep.distributed.control.transport import as_text
 from lockstep.fit.checkpointing.backup_and_restore import BackupAndRestore
@@ -66,10 +67,10 @@ class ChiefFitDispatch(ProcessGroup):
         self._is_nested = True
         try:
             if call == "evaluate" and self.scheduler.is_open:
-                return self.scheduler.evaluate(proceed)
+                return self.scheduler.evaluate(arguments["x"], proceed)
             self.scheduler.end()
             self._next_call()
-            return self._fit(model, arguments, proceed) if call == "fit" else self._evaluate(proceed)
+            return self._fit(model, arguments, proceed) if call == "fit" else self._evaluate(arguments["x"], proceed)
         finally:
             self._is_nested = False
 
@@ -81,14 +82,14 @@ class ChiefFitDispatch(ProcessGroup):
         self._call += 1
         return self._call
 
-    def _evaluate(self, proceed: Callable[[], Any]) -> Any:
+    def _evaluate(self, data: KerasInput, proceed: Callable[[], Any]) -> Any:
         self._dispatcher.open(self._call)
         try:
             found = proceed()
         except Exception as error:
             self._dispatcher.close({"error": summary_of(error)})
             raise
-        self._dispatcher.close({"value": as_json(found)})
+        self._dispatcher.close({"value": as_json(found)} | function_scheduler_base.state_after_evaluation(data))
         return found
 
     def _fit(self, model: keras.Model, arguments: dict[str, Any], proceed: Callable[[], Any]) -> Any:
@@ -111,6 +112,7 @@ class ChiefFitDispatch(ProcessGroup):
             "history": as_json(history.history),
             "epoch": list(history.epoch),
             "taken": data.total_taken,
+            "random": capture_random_state(),
         }
         hooks = {_HOOKS: np.frombuffer(as_text(data.epoch_hooks), np.uint8)}  # As an array, as there may be thousands.
         values = {name: np.asarray(variable.value) for name, variable in synced_variables(model).items()}
@@ -170,7 +172,7 @@ class WorkerFitDispatch(ProcessGroup):
             arguments["verbose"] = 0
             return proceed()
         if call == "evaluate" and self.scheduler.is_open:
-            return self.scheduler.evaluate(proceed)
+            return self.scheduler.evaluate(arguments["x"], proceed)
         self.scheduler.end()
         self._next_call()
         with self._preemption(arguments) if call == "fit" else nullcontext():
@@ -178,7 +180,11 @@ class WorkerFitDispatch(ProcessGroup):
         self._task_client.leave(self._call)
         if "error" in result.result:
             raise ClusterError(f"the chief's {call} has failed: {result.result['error']}", USER_ERROR)
-        return self._apply_result(model, result) if call == "fit" else result.result["value"]
+        if call == "fit":
+            restore_random_state(result.result["random"])
+            return self._apply_result(model, result)
+        function_scheduler_base.follow_evaluation(arguments["x"], result.result)
+        return result.result["value"]
 
     def note_progress(self) -> None:
         """Do nothing: no other process waits for this one longer than for a task."""
@@ -197,7 +203,7 @@ class WorkerFitDispatch(ProcessGroup):
             if result is None:
                 result = self._run_role(model, batches, arguments.get("validation_data"))
             if self._context.role.job == "worker":
-                _read_to_end(data, batches, result)
+                _read_to_end(batches, result)
         except Exception as error:
             self._task_client.report_failure(self._call, error)
             raise
@@ -256,12 +262,9 @@ class WorkerFitDispatch(ProcessGroup):
         return history
 
 
-def _read_to_end(data: KerasInput, batches: IndexedBatches, result: CallResult) -> None:
+def _read_to_end(batches: IndexedBatches, result: CallResult) -> None:
     """Bring the data of a worker to where the chief's are at the end of a call, even if it got no batch, or came after the end."""
-    batches.run_hooks(json.loads(result.arrays[_HOOKS].tobytes()))
-    if not data.restarts:
-        batches.begin({"hooks": [], "pass": 0, "at_begin": {}, "taken_before": 0})
-        batches.read_up_to(result.result["taken"])
+    batches.follow(json.loads(result.arrays[_HOOKS].tobytes()), result.result["taken"])
 
 
 def synced_variables(model: keras.Model) -> dict[str, keras.Variable]:

@@ -11,7 +11,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import jax
@@ -20,6 +20,8 @@ import numpy as np
 
 from lockstep._array_encoding import decode_tree, encode_tree
 from lockstep._errors import OptionError, ScopeError
+from lockstep.data.keras_adapter import KerasInput
+from lockstep.data.random_state import capture_random_state, restore_random_state
 from lockstep.fit.checkpointing.model_state import variables_of
 from lockstep.parameter_server.gradient_step import GradientStep
 from lockstep.parameter_server.process_role import ProcessContext
@@ -34,6 +36,17 @@ Outcome = Future[Mapping[str, np.ndarray]]  # encoded result of a scheduled func
 def push_number(task: int, push: int) -> int:
     """Return the number of a push of a function; servers apply each number once, even if the function was reassigned."""
     return task * _PUSHES_PER_FUNCTION + push
+
+
+def state_after_evaluation(data: KerasInput) -> dict[str, Any]:
+    """Return where the chief's data and random numbers are after an evaluation, which it makes alone."""
+    return {"taken": data.total_taken, "hooks": data.epoch_hooks, "random": capture_random_state()}
+
+
+def follow_evaluation(data: KerasInput, chiefs: Mapping[str, Any]) -> None:
+    """Bring the data and random numbers of another process to where the chief's are: see :func:`state_after_evaluation`."""
+    data.indexed_batches().follow(chiefs["hooks"], chiefs["taken"])
+    restore_random_state(chiefs["random"])
 
 
 class TrainingModels(Protocol):
@@ -131,8 +144,12 @@ class SchedulerBase(ABC):
         """Return the results of scheduled functions."""
 
     @abstractmethod
-    def evaluate(self, proceed: Callable[[], Any]) -> Any:
-        """Return the result of the chief's evaluation, which is Keras's."""
+    def evaluate(self, data: KerasInput, proceed: Callable[[], Any]) -> Any:
+        """Return the result of the chief's evaluation on ``data``, which is Keras's."""
+
+    def newest_values(self, model: keras.Model) -> AbstractContextManager[None]:
+        """Return a context in which a model has the servers' newest values, if a scheduled function evaluates it or predicts with it."""
+        return nullcontext()
 
     @abstractmethod
     def pull(self, model: keras.Model) -> list[np.ndarray]:

@@ -6,14 +6,16 @@ the same script, and work or wait at its sync points.
 
 import inspect
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import keras
 import numpy as np
 
 from lockstep._errors import PEER_LOST, USER_ERROR, ClusterError, InputError, ModelError, ScopeError, summary_of
+from lockstep.data.keras_adapter import KerasInput
 from lockstep.execution.replica import StateMerge
 from lockstep.fit.checkpointing.model_state import variables_of
 from lockstep.parameter_server.cluster_coordinator import resolve_per_worker
@@ -26,8 +28,10 @@ from lockstep.parameter_server.function_scheduler_base import (
     TrainingModels,
     decode_result,
     encode_result,
+    follow_evaluation,
     push_number,
     set_weights,
+    state_after_evaluation,
     weights_of,
 )
 from lockstep.parameter_server.gradient_step import GradientStep, names_of
@@ -35,9 +39,11 @@ from lockstep.parameter_server.process_role import ProcessContext
 from lockstep.parameter_server.rpc import ArrayServer
 from lockstep.parameter_server.state_sync import (
     STATE,
+    Additivity,
     DeltaAccumulator,
     SeedOffsets,
     StateSync,
+    StepState,
     add_deltas,
     compute_deltas,
     differs,
@@ -144,14 +150,14 @@ class ChiefScheduler(SchedulerBase):
         self._dispatcher.publish_sync_point({}, encode_result(found, "fetch"))
         return found
 
-    def evaluate(self, proceed: Callable[[], Any]) -> Any:
+    def evaluate(self, data: KerasInput, proceed: Callable[[], Any]) -> Any:
         """See :class:`SchedulerBase`."""
         try:
             found = proceed()
         except Exception as error:
             self._dispatcher.publish_sync_point({"error": summary_of(error)})
             raise
-        self._dispatcher.publish_sync_point({}, encode_result(found, "evaluate"))
+        self._dispatcher.publish_sync_point(state_after_evaluation(data), encode_result(found, "evaluate"))
         return found
 
     def pull(self, model: keras.Model) -> list[np.ndarray]:
@@ -298,16 +304,22 @@ class WorkerScheduler(SchedulerBase):
         found: list[Any] = decode_result(self._wait_for_sync_point().arrays)
         return found
 
-    def evaluate(self, proceed: Callable[[], Any]) -> Any:
+    def evaluate(self, data: KerasInput, proceed: Callable[[], Any]) -> Any:
         """See :class:`SchedulerBase`."""
         reached = self._wait_for_sync_point()
         if "error" in reached.what:
             raise ClusterError(f"the chief's evaluate has failed: {reached.what['error']}", USER_ERROR)
+        follow_evaluation(data, reached.what)
         return decode_result(reached.arrays)
 
     def pull(self, model: keras.Model) -> list[np.ndarray]:
         """See :class:`SchedulerBase`."""
         return self._runner_for("pull").pull(model)
+
+    def newest_values(self, model: keras.Model) -> AbstractContextManager[None]:
+        """See :class:`SchedulerBase`."""
+        is_known = self.is_in_function and self._runner is not None and model is self._model
+        return self._runner.newest_values() if is_known and self._runner else nullcontext()
 
     def push(self, model: keras.Model, gradients: Sequence[Any]) -> None:
         """See :class:`SchedulerBase`."""
@@ -386,6 +398,7 @@ class FunctionRunner:
         self._client: VariableClient | None = None
         self._step: GradientStep | None = None
         self._seed_offsets: SeedOffsets | None = None
+        self._additivity = Additivity(self._merge_rules)
         self._state, self._first_task = -1, 0
         self._published: Values = []
         self._task: Task | None = None
@@ -413,6 +426,23 @@ class FunctionRunner:
         self._check_model("pull", model)
         values, _ = self._pull_values()
         return [values[name] for name in self._names]
+
+    @contextmanager
+    def newest_values(self) -> Iterator[None]:
+        """Give the model the servers' newest values, and the chief's of what is not trained, while a context is open."""
+        if (task := self._task) is None:
+            raise ScopeError("A model was evaluated after its scheduled function had ended.")
+        trainable, others = self._model.trainable_variables, self._model.non_trainable_variables
+        before = [variable.value for variable in (*trainable, *others)]
+        values, _ = self._pull_values(will_push=False)
+        newest = self._non_trainable if self._steps else self._newest_non_trainable(task)
+        try:
+            for variable, value in zip([*trainable, *others], [*map(values.get, self._names), *newest], strict=True):
+                variable.assign(value)
+            yield
+        finally:
+            for variable, value in zip([*trainable, *others], before, strict=True):
+                variable.assign(value)
 
     def push(self, model: keras.Model, gradients: Sequence[Any]) -> None:
         """See :meth:`lockstep.ParameterServerStrategy.push`."""
@@ -443,12 +473,12 @@ class FunctionRunner:
         if model is not self._model:
             raise ModelError(f"{method}: servers have the variables of {self._model.name!r}, not of {model.name!r}.")
 
-    def _pull_values(self) -> tuple[Mapping[str, np.ndarray], int]:
+    def _pull_values(self, will_push: bool = True) -> tuple[Mapping[str, np.ndarray], int]:
         """Return the newest values, and the number of updates that made them."""
         if self._client is None:
             self._client = self._connect()
-        self._has_pulled = True
-        return self._client.pull(), max(self._client.versions)
+        self._has_pulled = self._has_pulled or will_push
+        return self._client.pull(will_push=will_push), max(self._client.versions)
 
     def _push_gradients(self, gradients: Sequence[np.ndarray]) -> None:
         if self._client is None or self._task is None:
@@ -477,6 +507,11 @@ class FunctionRunner:
             self._seed_offsets = SeedOffsets(self._merge_rules, found.non_trainable, self._non_trainable)
         before = self._seed_offsets.apply(self._non_trainable, task.number - self._first_task, self._steps)
         found = step(values, before, metrics, batch, made)
+
+        def repeat(others: Sequence[Any], _: Sequence[Any]) -> StepState:
+            return step(values, others, metrics, batch, made).non_trainable, []
+
+        self._additivity.observe((before, []), (found.non_trainable, []), repeat)
         self._push_gradients([found.gradients[name] for name in self._names])
         self._record_step(found.non_trainable, before)
         return found.logs, state
@@ -491,7 +526,8 @@ class FunctionRunner:
 
     def _record_step(self, after: Values, before: Values) -> None:
         """Record what a step has changed, for the chief and for the next step of the same function."""
-        add_deltas(self._changed, compute_deltas((after, before), ([], []), frozenset()))
+        known = self._additivity
+        add_deltas(self._changed, compute_deltas((after, before), ([], []), known.no_sums, known.replaced))
         self._non_trainable = [
             old if rule is StateMerge.SEED else new
             for rule, new, old in zip(self._merge_rules, after, self._non_trainable, strict=True)

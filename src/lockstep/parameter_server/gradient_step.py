@@ -5,13 +5,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import keras
 import numpy as np
 
 from lockstep._array_encoding import ArraySpec
 from lockstep._errors import ModelError, OptionError
 from lockstep._keras import trainer
-from lockstep._keras.graph import global_batch_reason, models_of
+from lockstep._keras.graph import get_keras_mask, global_batch_reason, models_of
 from lockstep._keras.patches import STATELESS_CALL, patched_method
 from lockstep.devices.batch_layout import rows_of_replicas
 from lockstep.devices.placement import Placement, is_rows
@@ -137,9 +138,41 @@ def check_mean_loss(model: keras.Model, batch: Any, parts: int) -> None:
     if abs(mean - whole) > _TOLERANCE * max(1.0, abs(whole)):
         raise ModelError(
             f"Model {model.name!r}: the loss of a batch is {whole:.6g}, and the mean of the losses of its {len(nonempty)} parts, by rows, {mean:.6g}. "
-            "With max_staleness=0 each worker computes the gradient of a part, which is the gradient of the batch only if the loss is a mean "
-            "over rows: no mask, no reduction='sum', no loss that compares rows. Fix: use MultiWorkerMirroredStrategy, or another max_staleness."
+            f"{_NEEDS_MEAN}"
         )
+    if divisor := _divisor_of_loss(model, (trainable, non_trainable, metrics), batch):
+        raise ModelError(f"Model {model.name!r}: the loss of a batch is divided by {divisor}. {_NEEDS_MEAN}")
+
+
+_NEEDS_MEAN = (
+    "With max_staleness=0 each worker computes the gradient of a part, which is the gradient of the batch only if the loss is a mean "
+    "over rows: no mask, no reduction='sum', no loss that compares rows. Fix: use MultiWorkerMirroredStrategy, or another max_staleness."
+)
+
+
+def _divisor_of_loss(model: keras.Model, state: Any, batch: Any) -> str:
+    """Return what Keras divides the loss by, if it may differ from part to part of another batch, else ""."""
+    masks: list[Any] = []
+
+    def around(_: keras.Model, original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            outputs, *others = original(*args, **kwargs)
+            masks.extend(get_keras_mask(leaf) for leaf in jax.tree.leaves(outputs))
+            return outputs, *others
+
+        return call
+
+    with patched_method(STATELESS_CALL, [model], around):
+        jax.eval_shape(model.test_step, state, batch)
+    if any(mask is not None for mask in masks):
+        return "the unmasked entries of its outputs"
+    reductions = [getattr(loss, "reduction", None) for loss in keras.tree.flatten(model.loss)]
+    has_weights = keras.utils.unpack_x_y_sample_weight(batch)[2] is not None
+    return (
+        "its weights (reduction='mean_with_sample_weight')"
+        if has_weights and "mean_with_sample_weight" in reductions
+        else ""
+    )
 
 
 Values = Sequence[np.ndarray]
@@ -162,6 +195,12 @@ class GradientResult:
     metric_logs: dict[str, Any]
     non_trainable: list[np.ndarray]
     metrics: list[np.ndarray]
+
+
+def has_nan(result: GradientResult) -> bool:
+    """Return whether gradients, logs or metrics of a step have NaN."""
+    arrays = [np.asarray(leaf) for leaf in jax.tree.leaves((result.gradients, result.logs, result.metrics))]
+    return any(np.isnan(array).any() for array in arrays if jnp.issubdtype(array.dtype, jnp.inexact))
 
 
 class GradientStep:

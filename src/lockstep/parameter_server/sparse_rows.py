@@ -3,7 +3,7 @@
 The rows are found by tracing the model on the batch before any value is there. A worker's step still gets tables of their full size, in which
 rows that were not pulled are NaN. A step that needs other rows than the layer looks up (the table is also the last layer's kernel, or has a
 regularizer) is detected: the first batch is computed with all rows and with these, and a table for which the results differ is pulled whole
-from then on.
+from then on. If a later batch gives NaN, it is computed again with all rows, in the same way.
 """
 
 import functools
@@ -70,10 +70,11 @@ def mean_gradient(value: jax.Array, weights: Sequence[jax.Array], gradients: Seq
     first, *others = [_to_dense(value, gradient) for gradient in gradients]
     if not others:
         return first
-    total = first * weights[0].astype(value.dtype)
+    wide = jnp.promote_types(value.dtype, jnp.float32)  # A float16 gradient times its rows may be infinite.
+    total = first.astype(wide) * weights[0].astype(wide)
     for weight, gradient in zip(weights[1:], others, strict=True):
-        total = total + gradient * weight.astype(value.dtype)
-    return total / sum(weights[1:], weights[0]).astype(value.dtype)
+        total = total + gradient.astype(wide) * weight.astype(wide)
+    return (total / sum(weights[1:], weights[0]).astype(wide)).astype(value.dtype)
 
 
 def _to_dense(value: jax.Array, gradient: Gradient) -> jax.Array:
@@ -218,6 +219,9 @@ class TouchedRows:
         model: is built; its trainable variables are on servers.
         log: takes a line for each table that is pulled whole, with the reason.
 
+    Attributes:
+        has_nan_rows: whether tables of the last batch have NaN in rows that it does not look up.
+
     Example:
         >>> import keras, numpy as np
         >>> from lockstep.parameter_server.sparse_rows import TouchedRows
@@ -238,6 +242,7 @@ class TouchedRows:
         self._undecided, self._sparse = set(tables), set[str]()
         self._embedding_rows = EmbeddingRows(model, tables)
         self._tables: dict[str, _SparseTable] = {}
+        self.has_nan_rows = False
 
     @property
     def is_decided(self) -> bool:
@@ -273,8 +278,15 @@ class TouchedRows:
         Args:
             x: inputs of the batch.
         """
-        rows = self._embedding_rows.rows(x) if self._sparse else {}
-        return {name: each for name, each in rows.items() if name in self._sparse and self._is_worthwhile(name, each)}
+        known = self._embedding_rows.rows(x) if self._sparse else {}
+        rows = {name: each for name, each in known.items() if name in self._sparse and self._is_worthwhile(name, each)}
+        self.has_nan_rows = bool(rows)
+        return rows
+
+    def reconsider(self) -> None:
+        """Decide again how to pull the tables: a step with NaN in the other rows has given NaN."""
+        self._undecided |= self._sparse
+        self._sparse = set()
 
     def full_tables(self, found: Mapping[str, np.ndarray], rows: Mapping[str, np.ndarray]) -> dict[str, Any]:
         """Return values for the step: tables of their full size, in which rows that were not pulled are NaN.

@@ -1,10 +1,10 @@
 """Model state in training on servers: the chief broadcasts and fetches it, workers report changes, and the chief adds them up.
 
 A metric counts, and a moving average moves by a share of the way to the batch: what two workers have computed at the same time is the sum
-of both changes, in any order. The state of a seed generator at a step is computed from the number of the step alone.
+of both changes, in any order. Of other state, such as a maximum, the newest value counts. The state of a seed generator at a step is computed from the number of the step alone.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,11 +20,15 @@ from lockstep.parameter_server.sharding import ShardingPlan
 from lockstep.parameter_server.task_dispatcher import TaskDispatcher
 from lockstep.parameter_server.variable_client import VariableClient, join_shards
 
+_LEAST_SHARE = 0.01  # of a moving average that stays in a step; one of less is replaced by each batch
+_TOLERANCE = 1e-2  # of the largest number of a change
+
 STATE = "state"  # Key under which the chief publishes the values of non-trainable variables.
 _METRIC, _OTHER, _NEW = "metric/", "other/", "new/"
 
 Arrays = Mapping[str, np.ndarray]
 Values = Sequence[np.ndarray]
+StepState = tuple[Values, Values]  # values of the non-trainable variables and of the metrics' variables
 State = tuple[list[Any], list[Any], list[Any], list[Any]]  # trainable, non-trainable, optimizer's and metrics' values
 
 
@@ -34,14 +38,19 @@ def merge_rules(model: keras.Model) -> list[StateMerge]:
 
 
 def compute_delta(new: np.ndarray, old: np.ndarray) -> np.ndarray | None:
-    """Return what must be added to the old value; None if nothing has changed, or the dtype has no sum."""
-    if new.dtype == bool or new.tobytes() == old.tobytes():
+    """Return what must be added to the old value; None if nothing has changed, or there is no such number, as between bools and from inf."""
+    if new.dtype == bool or not _has_changed(new, old):
         return None
-    return np.subtract(new, old, dtype=new.dtype)
+    with np.errstate(invalid="ignore", over="ignore"):
+        delta = np.subtract(new, old, dtype=new.dtype)
+    return delta if np.isfinite(delta).all() else None
 
 
 def compute_deltas(
-    non_trainable: tuple[Values, Values], metrics: tuple[Values, Values], no_sums: frozenset[int]
+    non_trainable: tuple[Values, Values],
+    metrics: tuple[Values, Values],
+    no_sums: frozenset[int],
+    replaced: frozenset[int] = frozenset(),
 ) -> dict[str, np.ndarray]:
     """Return what a step has changed, as the arrays that a worker sends to the chief.
 
@@ -49,13 +58,14 @@ def compute_deltas(
         non_trainable: values of the non-trainable variables after and before the step.
         metrics: values of the metrics' variables after and before the step.
         no_sums: numbers of the metrics' variables that do not add up.
+        replaced: numbers of the non-trainable variables whose changes do not add up.
     """
     found: dict[str, np.ndarray] = {}
     for number, (new, old) in enumerate(zip(*non_trainable, strict=True)):
-        changed = compute_delta(new, old)
+        changed = None if number in replaced else compute_delta(new, old)
         if changed is not None:
             found[f"{_OTHER}{number}"] = changed
-        elif new.tobytes() != old.tobytes():
+        elif _has_changed(new, old):
             found[f"{_NEW}{number}"] = new
     for number, (new, old) in enumerate(zip(*metrics, strict=True)):
         changed = new if number in no_sums else compute_delta(new, old)
@@ -67,8 +77,17 @@ def compute_deltas(
 def add_deltas(total: dict[str, np.ndarray], deltas: Arrays) -> None:
     """Add the changes of a further step to those of the steps before it, in place."""
     for key, array in deltas.items():
-        is_sum = key in total and not key.startswith(_NEW)
-        total[key] = np.add(total[key], array, dtype=array.dtype) if is_sum else array
+        kind, number = key[: key.index("/") + 1], key[key.index("/") + 1 :]
+        if kind == _NEW:
+            total.pop(f"{_OTHER}{number}", None)
+            total[key] = array
+        else:
+            into = f"{_NEW}{number}" if kind == _OTHER and f"{_NEW}{number}" in total else key
+            total[into] = np.add(total[into], array, dtype=array.dtype) if into in total else array
+
+
+def _has_changed(new: np.ndarray, old: np.ndarray) -> bool:
+    return new.tobytes() != old.tobytes()
 
 
 def is_additive(first: np.ndarray, start: np.ndarray, second: np.ndarray) -> bool:
@@ -83,6 +102,71 @@ def is_additive(first: np.ndarray, start: np.ndarray, second: np.ndarray) -> boo
         return first.tobytes() == start.tobytes()
     return np.allclose(
         second.astype("float64") - first, first.astype("float64") - start, rtol=1e-3, atol=1e-5, equal_nan=True
+    )
+
+
+class Additivity:
+    """Which changes of values add up, tested when a step first changes a value: the same step is made again, from what it has left.
+
+    Args:
+        rules: how the values of the non-trainable variables are merged, which tells which of them are seeds.
+
+    Attributes:
+        replaced: numbers of the non-trainable variables whose changes do not add up.
+        no_sums: numbers of the metrics' variables that do not add up.
+    """
+
+    def __init__(self, rules: Sequence[StateMerge]) -> None:
+        self._rules = rules
+        self._tested, self._tested_metrics = {n for n, rule in enumerate(rules) if rule is StateMerge.SEED}, set[int]()
+        self.replaced: frozenset[int] = frozenset()
+        self.no_sums: frozenset[int] = frozenset()
+
+    def observe(self, before: StepState, after: StepState, repeat: Callable[[Values, Values], StepState]) -> None:
+        """Test the values that a step has changed, if they were not tested before.
+
+        Args:
+            before: values of the non-trainable variables and of the metrics' before the step.
+            after: those after it.
+            repeat: makes the step with other values of both; returns those after it.
+        """
+        changed = _changed_numbers(after[0], before[0]) - self._tested
+        changed_metrics = _changed_numbers(after[1], before[1]) - self._tested_metrics
+        if not changed and not changed_metrics:
+            return
+        three = zip(self._rules, before[0], after[0], strict=True)
+        again = repeat([old if rule is StateMerge.SEED else new for rule, old, new in three], after[1])
+        self.replaced |= {n for n in changed if not moves_by_a_share(after[0][n], before[0][n], again[0][n])}
+        self.no_sums |= {n for n in changed_metrics if not is_additive(after[1][n], before[1][n], again[1][n])}
+        self._tested |= changed
+        self._tested_metrics |= changed_metrics
+
+
+def _changed_numbers(new: Values, old: Values) -> set[int]:
+    return {number for number, pair in enumerate(zip(new, old, strict=True)) if _has_changed(*pair)}
+
+
+def moves_by_a_share(first: np.ndarray, start: np.ndarray, second: np.ndarray) -> bool:
+    """Return whether a variable counts or averages: the same step changes it again by the same share of the change before.
+
+    Args:
+        first: the value after a step from ``start``.
+        start: the value before.
+        second: the value after the same step from ``first``.
+    """
+    if first.dtype == bool:
+        return False
+    with np.errstate(invalid="ignore", over="ignore"):
+        change, again = (np.subtract(*pair, dtype="float64").ravel() for pair in ((first, start), (second, first)))
+    if not (np.isfinite(change).all() and np.isfinite(again).all()):
+        return False
+    is_floating = jnp.issubdtype(first.dtype, jnp.inexact)
+    rounding = 4 * float(jnp.finfo(first.dtype).eps if is_floating else 0) * np.abs(first.ravel().astype("float64"))
+    if (np.abs(change) <= 4 * rounding).all():
+        return True  # Too little to tell.
+    share = change @ again / (change @ change)
+    return bool(
+        share > _LEAST_SHARE and (np.abs(again - share * change) <= _TOLERANCE * np.abs(change).max() + rounding).all()
     )
 
 
@@ -121,15 +205,19 @@ class DeltaAccumulator:
             if found:
                 self.metrics[number] = found[-1] if number in no_sums else _sum([value, *found])
         for number, value in enumerate(self.non_trainable):
-            key = f"{_OTHER}{number}"
-            if any(key in part for part in parts):
+            key, new, rule = f"{_OTHER}{number}", f"{_NEW}{number}", self._merge_rules[number]
+            if found := [part[new] for part in parts if new in part]:
+                every = [
+                    part[new] if new in part else _sum([value, part.get(key, np.zeros_like(value))]) for part in parts
+                ]
+                is_mean = rule is StateMerge.MEAN and value.dtype != bool
+                self.non_trainable[number] = _merge(every, weights, rule) if is_mean else found[0]
+            elif any(key in part for part in parts):
                 own = [part.get(key, np.zeros_like(value)) for part in parts]
-                self.non_trainable[number] = _sum([value, _merge(own, weights, self._merge_rules[number])])
-            elif f"{_NEW}{number}" in parts[0]:
-                self.non_trainable[number] = parts[0][f"{_NEW}{number}"]
+                self.non_trainable[number] = _sum([value, _merge(own, weights, rule)])
             else:
                 continue
-            if self._merge_rules[number] is not StateMerge.SEED:
+            if rule is not StateMerge.SEED:
                 self.changing.add(number)
 
     def changing_values(self) -> dict[str, np.ndarray]:

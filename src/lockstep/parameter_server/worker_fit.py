@@ -1,6 +1,6 @@
 """``fit`` on a worker."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -16,15 +16,17 @@ from lockstep.parameter_server.gradient_step import (
     check_can_split,
     check_mean_loss,
     count_batch_rows,
+    has_nan,
     part_of,
 )
 from lockstep.parameter_server.sparse_rows import TouchedRows, sparsify
 from lockstep.parameter_server.state_sync import (
     STATE,
+    Additivity,
     DeltaAccumulator,
     SeedOffsets,
+    StepState,
     compute_deltas,
-    is_additive,
     merge_rules,
 )
 from lockstep.parameter_server.task_client import CallResult, Task, TaskClient, run_tasks
@@ -81,7 +83,7 @@ class WorkerFit:
         self._non_trainable: Values = []
         self._first_update = self._steps_before = 0
         self._seed_offsets: SeedOffsets | None = None
-        self._no_sums: frozenset[int] = frozenset()
+        self._additivity = Additivity(self._merge_rules)
         self._traffic = 0
         self._is_checked = False  # whether the parts of a batch give the numbers of the batch
 
@@ -105,25 +107,30 @@ class WorkerFit:
         self._update_state(what, task.arrays)
         values = self._pull_values(batch, batch_part)
         steps = what["update"] - self._first_update
-        non_trainable = self._observe_step(values, batch).apply(self._non_trainable, steps, part or 0)
+        non_trainable = self._observe_seeds(values, batch).apply(self._non_trainable, steps, part or 0)
         found = self._compute(values, non_trainable, self._zero_metrics, batch)
+        if self._touched.has_nan_rows and has_nan(found):
+            values = self._pull_values(batch, batch_part, is_whole=True)
+            found = self._compute(values, non_trainable, self._zero_metrics, batch)
+        self._observe_changes(values, non_trainable, found, batch)
         number = None if batch_part else task.number
         self._client.push(sparsify(found.gradients), weight=rows, part=batch_part, task=number)
-        changed = compute_deltas(
-            (found.non_trainable, non_trainable), (found.metrics, self._zero_metrics), self._no_sums
-        )
-        return self._report(rows, found), changed
+        known = self._additivity
+        of_model, of_metrics = (found.non_trainable, non_trainable), (found.metrics, self._zero_metrics)
+        return self._report(rows, found), compute_deltas(of_model, of_metrics, known.no_sums, known.replaced)
 
     def _report(self, rows: int, found: GradientResult) -> dict[str, Any]:
         """Return the message that goes with the deltas; logs that no metric gives are those of this batch alone."""
         own = {name: value for name, value in found.logs.items() if found.metric_logs.get(name) != value}
         before, self._traffic = self._traffic, sum(self._client.traffic)
         report = {"rows": rows, "names": list(found.logs), "logs": own, "bytes": self._traffic - before}
-        return report | {"no_sums": sorted(self._no_sums)}
+        return report | {"no_sums": sorted(self._additivity.no_sums)}
 
-    def _pull_values(self, batch: Any, batch_part: BatchPart | None) -> dict[str, Any]:
-        """Return the newest values, or those of a synchronous update; of embeddings the rows that the batch needs."""
+    def _pull_values(self, batch: Any, batch_part: BatchPart | None, is_whole: bool = False) -> dict[str, Any]:
+        """Return the newest values, or those of a synchronous update; of embeddings the rows that the batch needs, unless ``is_whole``."""
         x = keras.utils.unpack_x_y_sample_weight(batch)[0]
+        if is_whole:
+            self._touched.reconsider()
         rows = self._touched.needed_rows(x)
         found = self._client.pull(rows, part=batch_part, will_push=batch_part is None)
         values = self._touched.full_tables(found, rows)
@@ -155,13 +162,21 @@ class WorkerFit:
             self._non_trainable = [arrays[str(number)] for number in range(len(self._merge_rules))]
         self._non_trainable = DeltaAccumulator.with_changing_values(self._non_trainable, newest)
 
-    def _observe_step(self, values: Mapping[str, Any], batch: Any) -> SeedOffsets:
-        """Find out from one step and its repetition how a step advances seeds, and which metrics add up."""
-        if self._seed_offsets is not None:
-            return self._seed_offsets
-        first = self._compute(values, self._non_trainable, self._zero_metrics, batch)
-        second = self._compute(values, self._non_trainable, first.metrics, batch)
-        three = zip(first.metrics, self._zero_metrics, second.metrics, strict=True)
-        self._no_sums = frozenset(number for number, each in enumerate(three) if not is_additive(*each))
-        self._seed_offsets = SeedOffsets(self._merge_rules, first.non_trainable, self._non_trainable)
+    def _observe_seeds(self, values: Mapping[str, Any], batch: Any) -> SeedOffsets:
+        """Find out from the first step how a step advances seeds."""
+        if self._seed_offsets is None:
+            first = self._compute(values, self._non_trainable, self._zero_metrics, batch)
+            self._seed_offsets = SeedOffsets(self._merge_rules, first.non_trainable, self._non_trainable)
         return self._seed_offsets
+
+    def _observe_changes(
+        self, values: Mapping[str, Any], non_trainable: Values, found: GradientResult, batch: Any
+    ) -> None:
+        """Find out whether the changes of what a step changes for the first time add up."""
+
+        def repeat(others: Sequence[np.ndarray], metrics: Sequence[np.ndarray]) -> StepState:
+            again = self._compute(values, list(others), list(metrics), batch)
+            return again.non_trainable, again.metrics
+
+        before, after = (non_trainable, self._zero_metrics), (found.non_trainable, found.metrics)
+        self._additivity.observe(before, after, repeat)

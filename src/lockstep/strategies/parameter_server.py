@@ -5,7 +5,7 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NoReturn
 
 import keras
 
@@ -212,6 +212,19 @@ class ParameterServerStrategy(SchedulingStrategy, Strategy):
             _use_chief_random_state(self._role, started.result)
         return WorkerFitDispatch(self._context, client, self)
 
+    def checkpoint(self, directory: str | os.PathLike[str], save_freq: str | int = 1, keep: int = 3) -> NoReturn:
+        """Raise OptionError: servers have the newest variables, and a loop over scheduled functions has no state of its own.
+
+        Args:
+            directory: not used.
+            save_freq: not used.
+            keep: not used.
+        """
+        raise OptionError(
+            "strategy.checkpoint: with ParameterServerStrategy the newest variables are on servers, and each process would write a "
+            "checkpoint of its own. Fix: fit with lockstep.callbacks.BackupAndRestore, or model.save_weights after coordinator.join()."
+        )
+
     # Methods of lockstep.parameter_server.function_scheduler_base.TrainingModels.
 
     def gradient_step(self, model: keras.Model) -> GradientStep:
@@ -239,6 +252,13 @@ class ParameterServerStrategy(SchedulingStrategy, Strategy):
             "ClusterCoordinator: the strategy has no model that is compiled and built, and servers need its variables. Fix: build and compile it "
             "in the scope before a function is scheduled."
         )
+
+    @contextlib.contextmanager
+    def _around_call(self, model: keras.Model, name: str, arguments: dict[str, Any]) -> Iterator[None]:
+        trains = name in ("fit", "train_on_batch")
+        newest = contextlib.nullcontext() if trains else self._process_group.scheduler.newest_values(model)
+        with newest, super()._around_call(model, name, arguments):
+            yield
 
     def _claim(self, model: keras.Model) -> None:
         super()._claim(model)

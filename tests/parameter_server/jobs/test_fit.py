@@ -10,7 +10,7 @@ from tests.parameter_server.jobs.outcomes import arrays, assert_close, bits, ser
 pytestmark = pytest.mark.xdist_group(__name__)
 
 ORDINARY = ["mixed", "plain", "shuffled", "embedded", "momentum"]
-PLAIN = [*ORDINARY, "own step"]
+PLAIN = [*ORDINARY, "own step", "observed", "paired"]
 DIVIDED = [*ORDINARY, "function"]
 
 

@@ -56,6 +56,30 @@ class RowSum(keras.metrics.Metric):
         return keras.ops.convert_to_tensor(self.total)
 
 
+class Observed(keras.layers.Layer):
+    """Remembers the largest number and the last one, as layers do that are trained for quantization."""
+
+    def build(self, shape):
+        def state(name, value):
+            initializer = keras.initializers.Constant(value)
+            return self.add_weight(shape=(), initializer=initializer, trainable=False, name=name)
+
+        self.most, self.last = state("most", -np.inf), state("last", 0.0)
+
+    def call(self, x, training=False):
+        if training:
+            self.most.assign(keras.ops.maximum(self.most, keras.ops.max(x)))
+            self.last.assign(x[-1, 0])
+        return x
+
+
+class Paired(keras.Model):
+    """Looks up its table by inputs and by targets."""
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        return keras.ops.mean((y_pred - self.get_layer("table")(y)) ** 2)
+
+
 def batches():
     while True:
         for start in range(0, ROWS - BATCH, BATCH):
@@ -80,6 +104,23 @@ def mixed(**options):
 
 def embedded():
     return net(keras.layers.Embedding(3000, 3, name="table"), keras.layers.Flatten(), shape=(4,), dtype="int32")
+
+
+def observed():
+    return net(dense(), Observed(name="observed"))
+
+
+def paired():
+    ids = keras.Input((1,), dtype="int32")
+    model = Paired(ids, keras.layers.Embedding(3000, 3, name="table")(ids), name="net")
+    model.compile(keras.optimizers.SGD(0.5))
+    return model
+
+
+def pairs():
+    """Of the first batch the targets are among the inputs; of the second they are not."""
+    ids = np.arange(BATCH)[:, None]
+    return {"x": np.concatenate([ids, ids + 2000]), "y": np.concatenate([ids[::-1], ids + 2500]), "shuffle": False}
 
 
 def masked():
@@ -112,6 +153,8 @@ CASES = {
     "momentum": (constrained, lambda: {"x": X, "y": Y, **FIT}),
     "counted": (lambda: net(dense(), metrics=[RowSum()]), lambda: {"x": X, "y": Y, **FIT, "epochs": 3}),
     "long": (lambda: net(dense(), metrics=[RowSum()]), lambda: {"x": X, "y": Y, "batch_size": 5, "epochs": 3}),
+    "observed": (observed, lambda: {"x": X, "y": Y, **FIT}),
+    "paired": (paired, lambda: pairs() | FIT),
     "sum": (masked, lambda: {"x": IDS, "y": Y, **FIT}),
 }
 
