@@ -271,3 +271,71 @@ def test_texts_are_refused(dtype):
 
 def own(strategy, batch):
     return strategy.distribute_datasets_from_function(lambda context: [batch] * 2)
+
+
+def endless():
+    for number in itertools.count():
+        yield np.full((4, 1), number, "float32"), np.zeros((4, 1), "float32")
+
+
+def compiled(strategy):
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    return model
+
+
+def test_a_fit_that_stops_early_loses_no_batch_that_it_has_read_ahead():
+    strategy = lockstep.MirroredStrategy(["cpu:0"], replicas=2, input_options=lockstep.InputOptions(prefetch=12))
+    data = strategy.distribute_datasets_from_function(lambda context: endless(), lockstep.InputOptions(prefetch=0))
+    model = compiled(strategy)
+
+    def stop(batch, logs):
+        model.stop_training = batch == 2
+
+    model.fit(data, steps_per_epoch=40, callbacks=[keras.callbacks.LambdaCallback(on_train_batch_end=stop)], verbose=0)
+    x, _ = next(iter(data))
+    assert [float(own[0, 0]) for own in x.values] == [6, 7]
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_fit_reads_ahead_as_the_options_of_the_data_set_say(prefetch):
+    threads = set()
+
+    def noted():
+        for batch in endless():
+            threads.add(threading.current_thread())
+            yield batch
+
+    strategy = make(2)
+    data = strategy.experimental_distribute_dataset(noted(), lockstep.InputOptions(prefetch=prefetch))
+    compiled(strategy).fit(data, steps_per_epoch=3, verbose=0)
+    assert (threads == {threading.main_thread()}) == (prefetch == 0)
+
+
+class Together(keras.utils.PyDataset):
+    """Each batch waits until another one is read, but for the first ones, of which one may be read alone for its shape."""
+
+    def __init__(self):
+        super().__init__(workers=2, max_queue_size=4)
+        self.both = threading.Barrier(2, timeout=20)
+
+    def __len__(self):
+        return 16
+
+    def __getitem__(self, number):
+        if number >= 8:
+            self.both.wait()
+        return np.full((4, 1), number, "float32"), np.zeros((4, 1), "float32")
+
+
+@pytest.mark.parametrize("reads", ["fit", "loop after evaluate"])
+def test_workers_of_a_py_dataset_read_at_the_same_time_to_the_end(reads):
+    strategy = make(4)
+    model = compiled(strategy)
+    if reads == "fit":
+        model.fit(strategy.distribute_datasets_from_function(lambda context: Together()), verbose=0)
+    else:
+        data = strategy.experimental_distribute_dataset(Together())
+        model.evaluate(data, steps=2, verbose=0)
+        assert len(list(data)) == 16

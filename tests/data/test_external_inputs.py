@@ -46,6 +46,12 @@ def of_tf(x, y):
     return {"x": package("tensorflow").data.Dataset.from_tensor_slices((x, y)).batch(BATCH)}
 
 
+def of_tf_distribute(x, y):
+    tf = package("tensorflow")
+    dataset = lambda context: tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH)  # noqa: E731
+    return {"x": tf.distribute.OneDeviceStrategy("cpu:0").distribute_datasets_from_function(dataset)}
+
+
 def of_tf_endless(x, y):
     return {"x": of_tf(x, y)["x"].repeat(), "steps_per_epoch": STEPS}
 
@@ -105,7 +111,7 @@ def of_pandas(x, y):
     return {"x": pandas.DataFrame(x), "y": pandas.DataFrame(y), "batch_size": BATCH}
 
 
-KINDS = [of_tf, of_tf_endless, of_torch, of_grain_map, of_grain_iter, of_grain_loader, of_pandas]
+KINDS = [of_tf, of_tf_distribute, of_tf_endless, of_torch, of_grain_map, of_grain_iter, of_grain_loader, of_pandas]
 # Processes that start take seconds. These tests run in ./scripts/test-inputs, which CI calls, and in the nightly set.
 PROCESSES = [pytest.param(kind, marks=pytest.mark.nightly) for kind in (of_torch_processes, of_grain_processes)]
 

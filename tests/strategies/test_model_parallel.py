@@ -503,8 +503,9 @@ def test_scanned_steps_have_the_numbers_of_single_steps(monkeypatch):
         np.testing.assert_allclose(ours, expected, rtol=1e-6, atol=1e-7)
 
 
-def test_tools_that_replace_the_devices_of_a_script_get_a_mesh_of_rows():
-    with override_devices(3, is_alone=True):
+@pytest.mark.parametrize("is_alone", [False, True])
+def test_tools_that_replace_the_devices_of_a_script_get_a_mesh_of_rows(is_alone):
+    with override_devices(3, is_alone=is_alone):
         strategy = lockstep.ModelParallelStrategy({"data": 2, "model": 2}, MEGATRON)
     assert strategy.mesh == {"data": 3, "model": 1}
 

@@ -141,6 +141,11 @@ class DistributedDataset(WrappedSource):
         check = self._new_check() if self._new_check else None
         return DistributedIterator(self._source, self._values_of, self._depth, check)
 
+    @property
+    def prefetch(self) -> int | None:  # type: ignore[override]
+        """See :class:`InputSource`."""
+        return self._depth
+
     def __bool__(self) -> bool:
         return True
 
@@ -173,6 +178,7 @@ class DistributedIterator(Iterator[Any]):
         self._source = source
         self._pass = ResumableIterator(source, place, depth, WaitMeter(), check)
         self._pass.set_limit(math.inf)
+        source.set_limit(math.inf)
         self._close = weakref.finalize(self, _close, self._pass)
         self._close.atexit = False
         source.begin_epoch()
@@ -305,6 +311,10 @@ class _PerReplicaIterator(WrappedSource):
         while drawn := _read(batches, self._replicas):
             check_structures("distribute_datasets_from_function", drawn)
             yield _pad_with_empty(drawn, self._replicas, drawn[0])
+
+    def set_limit(self, number: float) -> None:
+        """See :class:`InputSource`."""
+        self._source.set_limit(number * self._replicas)
 
     def give_back(self, batches: list[Any]) -> None:
         """See :class:`InputSource`."""

@@ -225,7 +225,7 @@ class FitWrapper:
         return KerasInput(
             source,
             self._placement.place_for_step if is_compiled else (lambda batch: batch),
-            0 if is_inline else self._options.prefetch,
+            0 if is_inline else self._options.prefetch if source.prefetch is None else source.prefetch,
             steps and model.steps_per_execution * math.ceil(steps / model.steps_per_execution),
             report,
             on_first_batch,
@@ -298,7 +298,7 @@ def check_call(name: str, given: dict[str, Any]) -> None:
     is_batch = name in _ON_BATCH
     check_data(f"{name}: x", given.get("x"), is_arrays=is_batch, may_be_empty=is_batch)
     for argument in ("y", "sample_weight"):
-        if given.get(argument) is not None:
+        if any(leaf is not None for leaf in keras.tree.flatten(given.get(argument))):
             check_data(f"{name}: {argument}", given[argument], is_arrays=True, may_be_empty=is_batch)
     _check_validation(name, given)
 

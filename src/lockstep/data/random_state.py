@@ -125,7 +125,8 @@ def _begins_shuffling_late(dataset: Any, is_late: bool = False) -> bool:
     if is_late and kind == "_ShuffleDataset":
         return True
     is_late = is_late or kind in _BEGIN_INPUT_LATE
-    return any(_begins_shuffling_late(each, is_late) for each in dataset._inputs())
+    inputs: list[Any] = getattr(dataset, "_inputs", list)()  # A data set of tf.distribute has none.
+    return any(_begins_shuffling_late(each, is_late) for each in inputs)
 
 
 def without_added_prefetch(data: Any) -> Any:

@@ -72,6 +72,7 @@ class InputSource:
     can_seek = False  # whether batches_from reads nothing that comes before
     has_hooks = False  # whether the user's code runs at the beginning or end of an epoch
     is_shared = True  # whether all processes of a job read the same input
+    prefetch: int | None = None  # number of batches to read ahead, if the data have options of their own
     _shuffled: ShuffledData | None = None  # what it knows of the order in which its data are shuffled
 
     def __init__(self, name: str, data: Any = None) -> None:
@@ -147,6 +148,11 @@ class WrappedSource(InputSource):
     def restarts(self) -> bool:  # type: ignore[override]
         """See :class:`InputSource`."""
         return self._source.restarts
+
+    @property
+    def prefetch(self) -> int | None:  # type: ignore[override]
+        """See :class:`InputSource`."""
+        return self._source.prefetch
 
     @property
     def num_batches(self) -> int | None:

@@ -90,7 +90,7 @@ class WorkerStrategy(Strategy):
         communication = replace(options, timeout_seconds=None)
         ops = None if communication == CommunicationOptions() else ops_from_options(communication)
         prepared = prepare(ops)
-        if not is_made_alone():
+        if self._group.workers > 1 and not is_made_alone():
             refuse_device_override(type(self).__name__)
         super().__init__(place(self._connect_and_find_devices(devices), prepared), prepared)
         if jax.process_count() > 1:
@@ -243,6 +243,8 @@ class MultiWorkerMirroredStrategy(WorkerStrategy):
         def prepare(ops: Ops | None) -> StrategyOptions:
             return prepare_process(ops, replicas, deterministic, input_options, shard, recompute)
 
+        if not is_made_alone():
+            refuse_device_override(type(self).__name__)
         super().__init__(cluster_resolver, communication_options, devices, check_every, prepare, one_axis_placement)
 
 
