@@ -275,6 +275,120 @@ def test_the_layout_of_a_model_with_named_inputs_is_known_before_its_first_step(
     assert "cannot follow" not in caplog.text
 
 
+class Stages(keras.Model):
+    """A model that states no inputs, and calls its layers one after the other."""
+
+    def __init__(self, *stages):
+        super().__init__()
+        self.stages = list(stages)
+
+    def call(self, x):
+        for stage in self.stages:
+            x = stage(x)
+        return x
+
+
+class Masked(Stages):
+    def call(self, x):
+        return super().call(x["sequence"] * x["mask"])
+
+
+class Block(layers.Layer):
+    """Two products and a residual: columns, then rows, unless the sequence is so long that their all-reduce would move too much."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = layers.Dense(256, "relu", name="up"), layers.Dense(64, name="down")
+
+    def call(self, x):
+        return x + self.down(self.up(x))
+
+
+class Positions(layers.Layer):
+    """Adds the first rows of a table, and takes no more than it has."""
+
+    def __init__(self, longest):
+        super().__init__()
+        self.longest = longest
+
+    def build(self, shape):
+        self.table = self.add_weight(shape=(self.longest, shape[-1]))
+
+    def call(self, x):
+        return x + self.table[: x.shape[1]]
+
+    def compute_output_shape(self, shape):
+        return shape
+
+
+def with_open_length(*stages):
+    return keras.Sequential([keras.Input((None, 64)), *stages])
+
+
+def axes_of_kernels(strategy, model):
+    return [row.axes for row in strategy.layout(model).variables if row.path.endswith(("up/kernel", "down/kernel"))]
+
+
+COLUMNS_THEN_ROWS = [(None, "model"), ("model", None)]
+
+
+def axes_after_a_step(make, length=None, look=None):
+    """Compile a model, look at it, make a training step with this length, and return the axes of its kernels."""
+    strategy = lockstep.ModelParallelStrategy({"data": 1, "model": 2}, devices=CPUS[:2])
+    with strategy.scope():
+        model = make()
+        model.compile("sgd", "mse")
+    if look:
+        look(strategy, model)
+    if length:
+        x = np.ones((4, length, 64), "float32")
+        x = {"sequence": x, "mask": np.ones((4, length, 1), "float32")} if isinstance(model, Masked) else x
+        model.train_on_batch(x, np.ones((4, 1, 64), "float32"))
+    return axes_of_kernels(strategy, model)
+
+
+@pytest.mark.parametrize("length", [8, 1024])
+@pytest.mark.parametrize(
+    "look",
+    [
+        None,
+        lambda strategy, model: strategy.layout(model),
+        lambda strategy, model: strategy._runtime_settings().layout(model),
+        lambda strategy, model: strategy.layout(model, np.ones((4, 600, 64), "float32")),
+    ],
+    ids=["nobody", "the user", "the doctor", "the user with a batch"],
+)
+def test_the_layout_does_not_depend_on_who_looks_first_or_on_the_length_of_a_batch(look, length):
+    found = axes_after_a_step(lambda: with_open_length(Block()), length, look=look)
+    assert found == COLUMNS_THEN_ROWS
+
+
+@pytest.mark.parametrize(
+    "stages",
+    [
+        lambda: [layers.DepthwiseConv1D(20), Block()],
+        lambda: [layers.AveragePooling1D(600), Block()],
+        lambda: [Positions(30), Block()],
+    ],
+    ids=["more than 8", "more than 512", "at most 30"],
+)
+def test_a_model_with_an_open_length_is_traced_with_one_that_it_takes(caplog, stages):
+    with caplog.at_level("INFO", "lockstep"):
+        found = axes_after_a_step(lambda: with_open_length(*stages()), look=lambda *both: both[0].layout(both[1]))
+    assert found == COLUMNS_THEN_ROWS
+    assert "cannot follow" not in caplog.text
+
+
+@pytest.mark.parametrize("length", [16, 64, 1024])
+@pytest.mark.parametrize(
+    "make",
+    [lambda: Stages(Block()), lambda: Masked(Block()), lambda: keras.Sequential([Block()])],
+    ids=["subclass", "two inputs", "sequential"],
+)
+def test_the_layout_of_a_model_that_states_no_inputs_does_not_depend_on_its_first_batch(make, length):
+    assert axes_after_a_step(make, length) == COLUMNS_THEN_ROWS
+
+
 @pytest.mark.parametrize("x", [[1.5, None], [], "rows", {"x": 3}], ids=str)
 def test_layout_refuses_inputs_that_are_no_arrays(x):
     with lockstep.ModelParallelStrategy({"data": 1, "model": 2}, devices=CPUS[:2]).scope() as strategy:

@@ -22,7 +22,6 @@ from lockstep.doctor.base import RuntimeSettings
 from lockstep.execution.executors import Executor, ModelParallelExecutor, SpmdExecutor
 from lockstep.execution.model_parallel.model_shardings import (
     AUTO,
-    ROWS,
     LayoutArgument,
     MeshArgument,
     MeshOptions,
@@ -30,6 +29,7 @@ from lockstep.execution.model_parallel.model_shardings import (
     parse_layout,
     parse_mesh,
 )
+from lockstep.execution.model_parallel.traced_inputs import inputs_of_model
 from lockstep.execution.variable_layout import ModelLayout
 from lockstep.execution.variable_shards import Recompute
 from lockstep.strategies.multi_worker import WorkerStrategy
@@ -127,8 +127,7 @@ class ModelParallelStrategy(WorkerStrategy):
         Args:
             model: a compiled model of this strategy. Its optimizer makes its variables in the first call of ``fit``, or in
                 ``model.optimizer.build(model.trainable_variables)``.
-            x: inputs of a batch, a tree of arrays ``(rows, …)``, to trace the model with; not needed after a step, or if the model states
-                its inputs.
+            x: inputs of a batch, a tree of arrays ``(rows, …)``, of a model that does not state its inputs; not needed after a step.
 
         Returns:
             A row for each variable, with sizes in bytes and names of axes; ``str`` makes a table, and ``rules()`` rules for ``layout=``.
@@ -153,7 +152,12 @@ class ModelParallelStrategy(WorkerStrategy):
         shardings = self._shardings_of(model)
         shardings.check_variables()
         if not shardings.is_resolved:
-            self._resolve(model, _inputs_of(model) if x is None else x)
+            if x is None and inputs_of_model(model) is None:
+                raise ModelError(
+                    f"layout: the inputs of model {model.name!r} are not known before its first step. Fix: give layout(model, x) a batch of "
+                    "them."
+                )
+            self._resolve(model, x)
         return shardings.layout()
 
     def _executor_for(self, placement: Placement, model: keras.Model) -> Executor:
@@ -187,7 +191,7 @@ class ModelParallelStrategy(WorkerStrategy):
 
     def _known_layout(self, model: keras.Model) -> ModelLayout | None:
         """Return the layout of a model; None if it cannot be known before the first step."""
-        is_known = self._shardings_of(model).is_resolved or getattr(model, "inputs", None)
+        is_known = self._shardings_of(model).is_resolved or inputs_of_model(model) is not None
         return self.layout(model) if is_known else None
 
     def _layout_notes(self, model: keras.Model) -> list[str]:
@@ -209,21 +213,3 @@ def _check_arrays(name: str, value: Any) -> None:
     leaves = jax.tree.leaves(value)
     if not leaves or not all(isinstance(leaf, (np.ndarray, jax.Array, jax.ShapeDtypeStruct)) for leaf in leaves):
         raise OptionError(f"{name}: expected a tree of arrays (rows, …), got {shown(value)}.")
-
-
-def _inputs_of(model: keras.Model) -> Any:
-    """Return shapes and types of the inputs that a model states, with some rows, in the structure that its call takes.
-
-    Raises:
-        ModelError: it states none.
-    """
-    if not model.built or not getattr(model, "inputs", None):
-        raise ModelError(
-            f"layout: the inputs of model {model.name!r} are not known before its first step. Fix: give layout(model, x) a batch of them."
-        )
-
-    def described(tensor: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct([ROWS if n is None else n for n in tensor.shape], tensor.dtype)
-
-    inputs = model.inputs[0] if isinstance(model, keras.Sequential) else model.input
-    return keras.tree.map_structure(described, inputs)

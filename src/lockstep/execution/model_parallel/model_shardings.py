@@ -22,8 +22,9 @@ from lockstep._errors import DeviceError, ModelError, OptionError, named_argumen
 from lockstep._keras.graph import cause_of, copy_keras_mask, layers_of, training_argument
 from lockstep._keras.variable_placement import has_layout
 from lockstep.devices.names import platform_of
-from lockstep.devices.placement import DEVICE_AXIS, MeshPlacement, PlacedRows, is_large, is_rows
+from lockstep.devices.placement import DEVICE_AXIS, MeshPlacement, is_large
 from lockstep.execution.model_parallel.auto_layout import AxisChoice, choose_axes
+from lockstep.execution.model_parallel.traced_inputs import inputs_of_batch, inputs_of_model
 from lockstep.execution.variable_layout import ModelLayout, VariableLayout, mebibytes
 from lockstep.execution.variable_shards import Shard
 
@@ -221,9 +222,6 @@ def _axes(pattern: Any, axes: Any, mesh: MeshAxes) -> Axes:
     return tuple(axes)
 
 
-ROWS = 8  # with which the forward pass is traced: what is chosen must not depend on the batch with which a run begins or resumes
-
-
 @dataclass(frozen=True)
 class MeshOptions:
     """How a strategy lays variables over its mesh.
@@ -312,7 +310,7 @@ class ModelShardings:
         """Resolve where the variables lie.
 
         Args:
-            x: inputs of the model: a tree of arrays, or of their shapes and types, ``(rows, …)``.
+            x: inputs of a model that states none: a tree of arrays, or of their shapes and types, ``(rows, …)``.
 
         Raises:
             ModelError: a rule matches nothing, two match the same variable, or one has another number of axes.
@@ -450,18 +448,17 @@ class ModelShardings:
         def forward(values: list[Any], inputs: Any) -> Any:
             return model.stateless_call(values[:count], values[count:], inputs, **training_argument(model))[0]
 
-        inputs = jax.tree.map(_described, x, is_leaf=is_rows)
+        inputs = inputs_of_model(model) or inputs_of_batch(x)
         try:
-            program = _traced(forward, shapes, inputs)
+            program = inputs.trace(forward, shapes)
         except Exception as error:  # of the model, of any type
             self._log(
                 f'layout="auto" cannot follow its variables, as its call cannot be traced ({cause_of(error)}); they stay whole. Fix: '
                 "give layout= rules"
             )
             return {}
-        row_axes = [0 if leaf.ndim else None for leaf in jax.tree.leaves(inputs)]
         named = [(one.path, shape) for one, shape in zip(variables, shapes, strict=True)]
-        choices = choose_axes(program, named, row_axes, num_shards)
+        choices = choose_axes(program, named, inputs.row_axes, num_shards)
         return {id(variable): choice for variable, choice in zip(variables, choices, strict=True)}
 
     def _axes_of_slot(self, slot: keras.Variable, own: dict[str, keras.Variable]) -> Axes:
@@ -520,18 +517,3 @@ def _flat_path(variable: keras.Variable) -> str:
 
 def _output_path(layer: Any) -> str:
     return (layer.path or layer.name) + OUTPUT
-
-
-def _traced(forward: Callable[..., Any], shapes: list[Any], inputs: Any) -> Any:
-    """Trace with ``ROWS`` rows, or, if the model does not take so many, with those of the inputs."""
-    some = jax.tree.map(lambda leaf: leaf.update(shape=(ROWS, *leaf.shape[1:])) if leaf.ndim else leaf, inputs)
-    try:
-        return jax.make_jaxpr(forward)(shapes, some)
-    except Exception:  # of the model, of any type
-        return jax.make_jaxpr(forward)(shapes, inputs)
-
-
-def _described(leaf: Any) -> jax.ShapeDtypeStruct:
-    """Return the shape and type of an input, as the model gets it."""
-    dtype = leaf.dtype if isinstance(leaf, PlacedRows) else jax.typeof(leaf).dtype
-    return jax.ShapeDtypeStruct(leaf.shape, jax.dtypes.canonicalize_dtype(dtype))
