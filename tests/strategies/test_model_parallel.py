@@ -389,6 +389,14 @@ def test_the_layout_of_a_model_that_states_no_inputs_does_not_depend_on_its_firs
     assert axes_after_a_step(make, length) == COLUMNS_THEN_ROWS
 
 
+def test_a_synchronized_normalization_does_not_change_the_layout():
+    def make():
+        stages = layers.Dense(256, "relu", name="up"), layers.BatchNormalization(synchronized=True)
+        return keras.Sequential([keras.Input((64,)), *stages, layers.Dense(64, name="down")])
+
+    assert axes_after_a_step(make) == COLUMNS_THEN_ROWS
+
+
 @pytest.mark.parametrize("x", [[1.5, None], [], "rows", {"x": 3}], ids=str)
 def test_layout_refuses_inputs_that_are_no_arrays(x):
     with lockstep.ModelParallelStrategy({"data": 1, "model": 2}, devices=CPUS[:2]).scope() as strategy:

@@ -19,6 +19,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from lockstep._errors import DeviceError, ModelError, OptionError, named_arguments, shown, whole_number
+from lockstep._keras.batch_normalization import clear_synchronized
 from lockstep._keras.graph import cause_of, copy_keras_mask, layers_of, training_argument
 from lockstep._keras.variable_placement import has_layout
 from lockstep.devices.names import platform_of
@@ -450,7 +451,8 @@ class ModelShardings:
 
         inputs = inputs_of_model(model) or inputs_of_batch(x)
         try:
-            program = inputs.trace(forward, shapes)
+            with clear_synchronized(model):
+                program = inputs.trace(forward, shapes)
         except Exception as error:  # of the model, of any type
             self._log(
                 f'layout="auto" cannot follow its variables, as its call cannot be traced ({cause_of(error)}); they stay whole. Fix: '
