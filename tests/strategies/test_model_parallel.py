@@ -389,6 +389,27 @@ def test_the_layout_of_a_model_that_states_no_inputs_does_not_depend_on_its_firs
     assert axes_after_a_step(make, length) == COLUMNS_THEN_ROWS
 
 
+@pytest.mark.parametrize("layout", ["auto", {".*/up/kernel": (None, "model"), ".*/down/kernel": ("model", None)}])
+def test_the_layout_of_an_unbuilt_model_is_known_from_a_batch(layout):
+    """It is that of the first step, and the model starts with the weights that it has without a look."""
+    x, starts, found = np.ones((4, 8, 64), "float32"), [], []
+    for looks in (True, False):
+        keras.utils.set_random_seed(0)
+        strategy = lockstep.ModelParallelStrategy({"data": 1, "model": 2}, layout, devices=CPUS[:2])
+        with strategy.scope():
+            model = Stages(Block())
+            model.compile(keras.optimizers.SGD(0.0), "mse", metrics=["mae"])
+        if looks:
+            found.append([row.axes for row in strategy.layout(model, x).variables if row.owner == "model"])
+        model.train_on_batch(x, x)
+        found.append([row.axes for row in strategy.layout(model).variables if row.owner == "model"])
+        starts.append([np.asarray(variable) for variable in model.weights])
+    assert found[0] == found[1] == found[2]
+    assert axes_of_kernels(strategy, model) == COLUMNS_THEN_ROWS
+    for one, other in zip(*starts, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
 def test_a_synchronized_normalization_does_not_change_the_layout():
     def make():
         stages = layers.Dense(256, "relu", name="up"), layers.BatchNormalization(synchronized=True)

@@ -1,7 +1,7 @@
 """Keras's trainer and data adapters: what ``fit`` calls, what it reads, and how Lockstep takes its place.
 
 Undocumented parts, as of Keras 3.15: ``make_*_function`` and the attributes ``train_function``, ``test_function`` and
-``predict_function``; ``_symbolic_build``; ``_jax_state``, the values that ``jax_state_sync`` writes back into variables, and
+``predict_function``; ``_symbolic_build``, and what it calls to build a model from shapes; ``_jax_state``, the values that ``jax_state_sync`` writes back into variables, and
 ``_jax_state_synced``, which says whether that is done; ``stateless_call``, looked up on the instance; the count of an optimizer,
 ``_iterations``; the seed of all; the adapters and their functions, the form that ``PyDatasetAdapter`` gives to a batch, and the
 generator that puts batches on the default device; the names of global attributes, each thread of which has its own; the function that
@@ -19,6 +19,7 @@ from typing import Any
 import jax
 import keras
 import numpy as np
+from keras.src.backend import compute_output_spec
 from keras.src.backend.common import global_state
 from keras.src.backend.jax import distribution_lib as backend_devices
 from keras.src.trainers import data_adapters
@@ -293,6 +294,21 @@ def training_state(model: keras.Model, batch: Any) -> tuple[list[Any], ...]:
     model._symbolic_build(data_batch=batch)
     kinds = model.trainable_variables, model.non_trainable_variables, model.optimizer.variables, model.metrics_variables
     return tuple([variable.value for variable in kind] for kind in kinds)
+
+
+def build_for_inputs(model: keras.Model, x: Any) -> None:
+    """Build a model, without its optimizer and metrics, as ``fit`` does.
+
+    Args:
+        model: the model, built or not.
+        x: inputs of a batch: a tree of arrays, or of their shapes and types, ``(rows, …)``.
+    """
+
+    def described(array: Any) -> keras.KerasTensor:
+        return keras.KerasTensor(tuple(array.shape), keras.backend.standardize_dtype(array.dtype))
+
+    if not all(layer.built for layer in model._flatten_layers()):
+        compute_output_spec(model, keras.tree.map_structure(described, x), training=False)
 
 
 def is_synced(model: keras.Model) -> bool:

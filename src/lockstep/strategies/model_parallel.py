@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from lockstep._errors import ModelError, OptionError, check_depth, shown
+from lockstep._keras.trainer import build_for_inputs
 from lockstep._keras.variable_placement import has_layout, lay_out
 from lockstep.collectives import CommunicationOptions, Ops
 from lockstep.data.input_options import InputOptions
@@ -127,7 +128,8 @@ class ModelParallelStrategy(WorkerStrategy):
         Args:
             model: a compiled model of this strategy. Its optimizer makes its variables in the first call of ``fit``, or in
                 ``model.optimizer.build(model.trainable_variables)``.
-            x: inputs of a batch, a tree of arrays ``(rows, …)``, of a model that does not state its inputs; not needed after a step.
+            x: inputs of a batch, a tree of arrays ``(rows, …)``, of a model that does not state its inputs, which builds it; not needed after
+                a step.
 
         Returns:
             A row for each variable, with sizes in bytes and names of axes; ``str`` makes a table, and ``rules()`` rules for ``layout=``.
@@ -149,6 +151,8 @@ class ModelParallelStrategy(WorkerStrategy):
         self._check_owner(model, "layout")
         if x is not None:
             _check_arrays("layout: x", x)
+            with self._build_context(model):
+                build_for_inputs(model, x)
         shardings = self._shardings_of(model)
         shardings.check_variables()
         if not shardings.is_resolved:
