@@ -506,9 +506,27 @@ def test_law_m5_self_check_compares_a_step_with_one_device(monkeypatch):
         strategy.self_check(model, x, y)
 
 
-def test_self_check_has_a_model_of_its_own():
-    strategy = lockstep.ModelParallelStrategy({"data": 2, "model": 2}, devices=CPUS)
+@pytest.mark.parametrize(
+    ("mesh", "layout"),
+    [
+        ({"data": 2, "model": 2}, "auto"),
+        ({"data": 2, "model": 2}, {"up/kernel": (None, "model")}),
+        ({"data": 2, "model": 2}, {".*/kernel": (None, "model")}),
+        ({"data": 1, "model": 2, "more": 2}, {}),
+        ({"data": 4}, {}),
+    ],
+    ids=str,
+)
+def test_self_check_has_a_model_and_a_layout_of_its_own(monkeypatch, mesh, layout):
+    made, specs = model_shardings.NamedSharding, []
+    monkeypatch.setattr(model_shardings, "NamedSharding", lambda *args: specs.append(args[1]) or made(*args))
+    strategy = lockstep.ModelParallelStrategy(mesh, layout, devices=CPUS)
     assert len(strategy.self_check()) == 64
+    assert any(any(spec) for spec in specs)  # A check of whole variables would compare nothing.
+    if ".*/kernel" in layout:  # The user's models still have these rules.
+        with strategy.scope():
+            model = network()
+        assert set(axes_of_kernels(strategy, model)) == {(None, "model")}
 
 
 def test_a_mesh_is_one_replica_with_the_statistics_of_the_global_batch():

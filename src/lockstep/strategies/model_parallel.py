@@ -1,6 +1,8 @@
 """Synchronous training on a mesh: rows are sharded over one axis, variables over the others."""
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -11,6 +13,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from lockstep._errors import ModelError, OptionError, check_depth, shown
+from lockstep._keras.patches import value_in_context
 from lockstep._keras.trainer import build_for_inputs
 from lockstep._keras.variable_placement import has_layout, lay_out
 from lockstep.collectives import CommunicationOptions, Ops
@@ -24,6 +27,7 @@ from lockstep.execution.executors import Executor, ModelParallelExecutor, SpmdEx
 from lockstep.execution.model_parallel.model_shardings import (
     AUTO,
     LayoutArgument,
+    LayoutRules,
     MeshArgument,
     MeshOptions,
     ModelShardings,
@@ -35,6 +39,9 @@ from lockstep.execution.variable_layout import ModelLayout
 from lockstep.execution.variable_shards import Recompute
 from lockstep.strategies.multi_worker import WorkerStrategy
 from lockstep.strategies.options import StrategyOptions, check_mesh_options, overridden_devices, prepare_process
+
+# Of the model of ``self_check`` while it is made.
+_reference_rules: ContextVar[LayoutRules | None] = ContextVar("lockstep_reference_rules", default=None)
 
 
 class ModelParallelStrategy(WorkerStrategy):
@@ -175,7 +182,7 @@ class ModelParallelStrategy(WorkerStrategy):
         executor = self._executor_of(model)
         if isinstance(executor, ModelParallelExecutor):
             return executor.shardings
-        return ModelShardings(model, self._options, partial(self._log_once, model))
+        return ModelShardings(model, self._options_now, partial(self._log_once, model))
 
     def _resolve(self, model: keras.Model, x: Any) -> None:
         """Resolve where the variables lie, and lay them there."""
@@ -188,7 +195,21 @@ class ModelParallelStrategy(WorkerStrategy):
                 lay_out(variable, sharding, self._sharder)
 
     def _sharding_at_creation(self, variable: keras.Variable, shape: tuple[int, ...]) -> NamedSharding | None:
-        return self._options.sharding_at_creation(variable, shape)
+        return self._options_now.sharding_at_creation(variable, shape)
+
+    @property
+    def _options_now(self) -> MeshOptions:
+        """The options for a model that is made now."""
+        rules = _reference_rules.get()
+        return self._options if rules is None else replace(self._options, rules=rules)
+
+    @contextlib.contextmanager
+    def _reference_scope(self) -> Iterator[None]:
+        """Open the scope with rules for the reference model in place of those for the user's models; "auto" would shard none of it."""
+        *_, axis = self._options.axes.sizes
+        rules = {".*_convolution/kernel": (None, None, None, axis), ".*_dense/kernel": (axis, None)}
+        with value_in_context(_reference_rules, LayoutRules(rules, must_match=True)), self.scope():
+            yield
 
     def _runtime_settings(self) -> RuntimeSettings:
         return replace(super()._runtime_settings(), layout=self._known_layout)

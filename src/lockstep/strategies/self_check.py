@@ -70,7 +70,7 @@ class Diagnostics(StrategyApi):
             64
         """
         if model is None:
-            with self.scope():
+            with self._reference_scope():
                 model = _reference_model()
             x, y = _reference_batch(4 * self.num_replicas_in_sync)
         self._check_owner(model, "self_check")
@@ -140,6 +140,10 @@ class Diagnostics(StrategyApi):
         data = (x, y, sample_weight)
         check_call("doctor", {"x": x, "y": y, "sample_weight": sample_weight} | options)
         return examine_fit(self, FitCall(model, *data, options, fit_at=calling_location()))
+
+    def _reference_scope(self) -> contextlib.AbstractContextManager[Any]:
+        """Open the scope for the model of :meth:`self_check`, which has nothing to do with those of the user."""
+        return self.scope()
 
     def _check_owner(self, model: keras.Model, call: str) -> None:
         what = "a compiled model of this strategy"
