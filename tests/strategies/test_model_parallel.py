@@ -566,6 +566,28 @@ def compiled_text(strategy, model, rows):
     return executor.train_step(functions.build_step(executor, "train")).compile_for(state, placed).as_text()
 
 
+@pytest.mark.parametrize(
+    ("mesh", "layout"),
+    [((2, 1), "auto"), ((1, 1), "auto"), ((1, 2), {}), ((1, 2), {"down/kernel": ("model", None)})],
+    ids=str,
+)
+def test_blocks_that_the_layout_leaves_whole_are_recomputed_too(mesh, layout):
+    data, model_axis = mesh
+    strategy = lockstep.ModelParallelStrategy(
+        {"data": data, "model": model_axis}, layout, devices=CPUS[: data * model_axis], recompute="blocks"
+    )
+    with strategy.scope():
+        model = network()
+    model.optimizer.build(model.trainable_variables)
+    strategy.layout(model)
+    functions = strategy._functions_of(model)
+    kinds = model.trainable_variables, model.non_trainable_variables, model.optimizer.variables, model.metrics_variables
+    state = tuple([variable.value for variable in kind] for kind in kinds)
+    step = functions.build_step(functions.executor, "train")
+    program = str(jax.make_jaxpr(step)(state, strategy._placement.place(batch(8))))
+    assert program.count("remat2[") == 2  # The two layers with large variables.
+
+
 def test_variables_sharded_over_rows_are_gathered_once_a_step():
     strategy, model, _ = train((4, 1), epochs=1, **SHARDED)
     found = collectives(compiled_text(strategy, model, 8))

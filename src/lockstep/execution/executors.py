@@ -26,7 +26,7 @@ from lockstep._keras.recompute import recompute_layers
 from lockstep.collectives import AutoAllReduce, CrossDeviceOps
 from lockstep.devices.batch_layout import BatchLayout, rows_of_replicas
 from lockstep.devices.cpu_devices import usable_cores
-from lockstep.devices.placement import MeshPlacement, PlacedRows, Placement, global_batch, local_values
+from lockstep.devices.placement import MeshPlacement, PlacedRows, Placement, global_batch, is_large, local_values
 from lockstep.devices.xla_flags import compiler_options
 from lockstep.execution.call_splitter import (
     CallTrace,
@@ -583,11 +583,15 @@ class ModelParallelExecutor(SpmdExecutor):
         stored = [*trainable, *non_trainable]
         values = [self.shardings.gather(*pair) for pair in zip(variables, stored, strict=True)]
         shards = dict(zip(map(id, variables), zip(stored, values, strict=True), strict=True))
-        layers = layers_to_recompute(model, lambda one: any(self.shardings.axes_of(one)), self.recompute)
+        layers = layers_to_recompute(model, self._is_of_block, self.recompute)
         with contextlib.ExitStack() as stack:
             stack.enter_context(recompute_layers(layers, shards, self.shardings.gather))
             stack.enter_context(self._constrained_outputs())
             return function(values[: len(trainable)], values[len(trainable) :], *args, **kwargs)
+
+    def _is_of_block(self, variable: keras.Variable) -> bool:
+        """Return whether layers with this variable are blocks: their inner results take memory, too, if it is whole."""
+        return is_large(tuple(variable.shape)) or any(self.shardings.axes_of(variable))
 
     @contextlib.contextmanager
     def _constrained_outputs(self) -> Iterator[None]:

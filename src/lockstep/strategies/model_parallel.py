@@ -63,7 +63,7 @@ class ModelParallelStrategy(WorkerStrategy):
         shard: ``"variables"``: each large variable is also sharded over the first axis, and gathered where a step uses it. Source:
             Rajbhandari et al., "ZeRO" (2020), stage 3.
         recompute: which layers are computed again in the backward pass, so that their inner results need no memory until then:
-            ``"blocks"``: repeated layers, and all others that have sharded variables; a function ``layer -> bool``; None: no layer.
+            ``"blocks"``: repeated layers, and all others that have large or sharded variables; a function ``layer -> bool``; None: no layer.
         cluster_resolver: as in :class:`MultiWorkerMirroredStrategy`.
         communication_options: only ``timeout_seconds``, the limit of every wait for another worker, 60 by default.
         input_options: how batches reach the devices.
