@@ -206,6 +206,33 @@ def test_synchronized_and_separate_normalization_cannot_be_mixed():
         model.fit(*rows(dense_with_dropout), verbose=0)
 
 
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        lambda: lockstep.MirroredStrategy(["cpu:0"]),
+        lambda: lockstep.ModelParallelStrategy({"data": 1, "model": 2}, devices=["cpu:0", "cpu:1"]),
+    ],
+    ids=["mirrored", "mesh"],
+)
+def test_one_replica_may_normalize_beside_a_layer_that_needs_the_global_batch(strategy):
+    def build():
+        keras.utils.set_random_seed(3)
+        stateful = layers.SimpleRNN(3, stateful=True)
+        model = keras.Sequential([keras.Input(batch_shape=(6, 2, 2)), stateful, layers.BatchNormalization()])
+        model.compile(optimizer=keras.optimizers.SGD(0.1), loss="mse")
+        return model
+
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(12, 2, 2)).astype("float32"), rng.normal(size=(12, 3)).astype("float32")
+    with strategy().scope():
+        ours = build()
+    plain = build()
+    for model in (plain, ours):
+        model.fit(x, y, batch_size=6, shuffle=False, verbose=0)
+    for (name, value), theirs in zip(state_of(ours).items(), state_of(plain).values(), strict=True):
+        assert_close(value, theirs, 1e-5, name)
+
+
 def test_synchronized_is_refused_by_keras_outside_of_a_scope():
     with pytest.raises(ValueError, match="synchronized"):
         layers.BatchNormalization(synchronized=True)

@@ -103,7 +103,7 @@ def check_model(model: keras.Model, owner: Any) -> None:
     _check_no_distribution()
     reason = global_batch_reason(model)
     alone = unsynchronized_normalizations(model)
-    if reason and alone:
+    if reason and alone and owner.num_replicas_in_sync > 1:
         raise ModelError(
             f"Model {model.name!r} mixes two ways to split a batch: {reason}, but layer {alone[0]!r} normalizes each "
             "replica's rows on its own. Fix: give every BatchNormalization synchronized=True."
