@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import re
 import shutil
 
 import jax
@@ -449,6 +450,29 @@ def test_a_rule_may_shard_what_a_layer_returns(rows, spec):
     assert [layer.name for layer in shardings.layers_with_rules()] == ["up"]
     constrain = functools.partial(shardings.constrain_output, model.get_layer("up"))
     assert tuple(jax.jit(constrain)(jnp.zeros((rows, 8))).sharding.spec) == spec
+
+
+@pytest.mark.parametrize("name", ["encoder", "whole"])
+def test_a_rule_may_shard_what_a_model_returns(caplog, name):
+    """Also that of a model within a model, as under ``keras.distribution``."""
+    strategy = lockstep.ModelParallelStrategy(
+        {"data": 2, "model": 2}, {f"{name}/output": ("data", "model")}, devices=CPUS
+    )
+    with strategy.scope():
+        inputs = keras.Input((8,))
+        encoder = keras.Sequential([keras.Input((8,)), layers.Dense(16)], name="encoder")
+        model = keras.Model(inputs, layers.Dense(4)(encoder(inputs)), name="whole")
+        model.compile("sgd", "mse")
+    model.fit(np.ones((8, 8)), np.ones((8, 4)), verbose=0)
+    (sharded,) = strategy._shardings_of(model).layers_with_rules()
+    assert sharded.name == name
+    functions = strategy._functions_of(model)
+    placed = strategy._placement.place((np.ones((8, 8), "float32"), np.ones((8, 4), "float32")))
+    kinds = model.trainable_variables, model.non_trainable_variables, model.metrics_variables
+    state = tuple([variable.value for variable in kind] for kind in kinds)
+    program = str(jax.make_jaxpr(functions.build_step(functions.executor, "test"))(state, placed))
+    width = {"encoder": 16, "whole": 4}[name]
+    assert re.search(rf"f32\[8,{width}\] = sharding_constraint\[.*?'device', 'model'", program, re.DOTALL)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from lockstep._errors import DeviceError, ModelError, OptionError, named_arguments, shown, whole_number
 from lockstep._keras.batch_normalization import clear_synchronized
-from lockstep._keras.graph import cause_of, copy_keras_mask, layers_of, training_argument
+from lockstep._keras.graph import cause_of, copy_keras_mask, layers_of, models_of, training_argument
 from lockstep._keras.variable_placement import has_layout
 from lockstep.devices.names import platform_of
 from lockstep.devices.placement import DEVICE_AXIS, MeshPlacement, is_large
@@ -381,7 +381,7 @@ class ModelShardings:
         rules = self._options.rules
         if rules is None:
             return []
-        return [layer for layer in layers_of(self._model) if rules.pattern_for(_output_path(layer)) is not None]
+        return [layer for layer in self._layers if rules.pattern_for(_output_path(layer)) is not None]
 
     def constrain_output(self, layer: Any, value: jax.Array) -> jax.Array:
         """Shard what a layer returns as its rule says, except along axes that the mesh does not divide.
@@ -422,6 +422,11 @@ class ModelShardings:
         slots = zip(self._optimizer_variables, self.axes_of_optimizer(), strict=True)
         rows += [row("optimizer", variable, axes) for variable, axes in slots]
         return ModelLayout(len(options.placement.devices), tuple(rows))
+
+    @property
+    def _layers(self) -> list[Any]:
+        """The model, and models and layers within it at all depths."""
+        return [*models_of(self._model), *layers_of(self._model)]
 
     @property
     def _optimizer_variables(self) -> list[keras.Variable]:
@@ -475,7 +480,7 @@ class ModelShardings:
 
     def _check_rules(self, rules: LayoutRules) -> None:
         paths = [variable.path for variable in self._model.variables]
-        unused = rules.unmatched([*paths, *(_output_path(layer) for layer in layers_of(self._model))])
+        unused = rules.unmatched([*paths, *(_output_path(layer) for layer in self._layers)])
         if unused and rules.must_match:
             raise ModelError(
                 f"layout: rule {unused[0]!r} matches no variable of model {self._model.name!r}. A rule must match the whole path. Fix: "
