@@ -419,6 +419,18 @@ def test_a_synchronized_normalization_does_not_change_the_layout():
     assert axes_after_a_step(make) == COLUMNS_THEN_ROWS
 
 
+def test_a_variable_that_a_model_has_no_more_is_forgotten():
+    """A new one could get its id, and with it its axes."""
+    strategy = lockstep.ModelParallelStrategy({"data": 1, "model": 2}, devices=CPUS[:2])
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((64,)), layers.Dense(64, name="one")])
+        model.compile("sgd", "mse")
+    strategy.layout(model)
+    model.get_layer("one").quantize("int8")
+    strategy.layout(model)
+    assert set(strategy._shardings_of(model)._axes) == {id(variable) for variable in model.variables}
+
+
 @pytest.mark.parametrize("x", [[1.5, None], [], "rows", {"x": 3}], ids=str)
 def test_layout_refuses_inputs_that_are_no_arrays(x):
     with lockstep.ModelParallelStrategy({"data": 1, "model": 2}, devices=CPUS[:2]).scope() as strategy:

@@ -317,6 +317,7 @@ class ModelShardings:
             ModelError: a rule matches nothing, two match the same variable, or one has another number of axes.
         """
         options, variables = self._options, self._model.variables
+        self._axes = {}
         if options.rules is None:
             self._choices = self._choose(x)
         for variable in variables:
