@@ -431,6 +431,25 @@ def test_a_variable_that_a_model_has_no_more_is_forgotten():
     assert set(strategy._shardings_of(model)._axes) == {id(variable) for variable in model.variables}
 
 
+def test_variables_of_one_path_keep_the_layouts_of_their_optimizer():
+    """Models that are built apart have paths without a prefix."""
+
+    def part(width, out):
+        inputs = keras.Input((width,))
+        hidden = layers.Dense(128, name="hidden")(inputs)
+        return keras.Model(inputs, layers.Dense(out, name="out")(hidden))
+
+    strategy = lockstep.ModelParallelStrategy({"data": 1, "model": 2}, devices=CPUS[:2])
+    with strategy.scope():
+        inputs = keras.Input((64,))
+        model = keras.Model(inputs, part(96, 64)(part(64, 96)(inputs)))
+        model.compile("adam", "mse")
+    model.optimizer.build(model.trainable_variables)
+    kernels = [row.axes for row in strategy.layout(model).variables if row.path.endswith("/kernel")]
+    momentums = [row.axes for row in strategy.layout(model).variables if row.path.endswith("kernel_momentum")]
+    assert momentums == kernels == COLUMNS_THEN_ROWS * 2
+
+
 @pytest.mark.parametrize("x", [[1.5, None], [], "rows", {"x": 3}], ids=str)
 def test_layout_refuses_inputs_that_are_no_arrays(x):
     with lockstep.ModelParallelStrategy({"data": 1, "model": 2}, devices=CPUS[:2]).scope() as strategy:

@@ -340,7 +340,7 @@ class ModelShardings:
 
     def axes_of_optimizer(self) -> list[Axes]:
         """Return the same for the variables of the optimizer: those of the variables to which they belong."""
-        own = {_flat_path(one): one for one in self._model.trainable_variables}
+        own = {(_flat_path(one), tuple(one.shape)): one for one in self._model.trainable_variables}
         return [self._axes_of_slot(slot, own) for slot in self._optimizer_variables]
 
     def all(self) -> Iterator[tuple[keras.Variable, NamedSharding]]:
@@ -469,13 +469,13 @@ class ModelShardings:
         choices = choose_axes(program, named, inputs.row_axes, num_shards)
         return {id(variable): choice for variable, choice in zip(variables, choices, strict=True)}
 
-    def _axes_of_slot(self, slot: keras.Variable, own: dict[str, keras.Variable]) -> Axes:
-        """Return the axes of an optimizer's variable, whose name begins with the path of the variable that it belongs to."""
+    def _axes_of_slot(self, slot: keras.Variable, own: dict[tuple[str, tuple[int, ...]], keras.Variable]) -> Axes:
+        """Return the axes of an optimizer's variable, whose name begins with the path of the variable of its shape that it belongs to."""
         name, shape = slot.path.rpartition("/")[2], tuple(slot.shape)
         ends = [end for end, letter in enumerate(name) if letter == "_"]
         for end in reversed(ends):
-            reference = own.get(name[:end])
-            if reference is not None and tuple(reference.shape) == shape:
+            reference = own.get((name[:end], shape))
+            if reference is not None:
                 return self.axes_of(reference)
         return (None,) * len(shape)
 
