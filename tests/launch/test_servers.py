@@ -223,6 +223,26 @@ def test_a_lost_worker_does_not_start_again_when_the_job_is_asked_to_end(tmp_pat
     assert "restart" not in messages
 
 
+def ask_to_save(folder, handler, before="", restarts=1):
+    """Run a worker, a server and a chief, which answer USR1 with this code; return the exit code of the job and its messages."""
+    once = "if os.environ['LOCKSTEP_GENERATION'] != '0': sys.exit()"
+    save = f"def save(*_):\n    {handler}\nsignal.signal(signal.SIGUSR1, save)"
+    path = program(folder, "\n".join([once, before, save, "write(f'ready.{task[\"type\"]}'); time.sleep(50)"]))
+    with started("--workers", 1, "--servers", 1, "--max-restarts", restarts, path) as supervisor:
+        for job in ("worker", "ps", "chief"):
+            text_of(folder / f"ready.{job}")
+        supervisor.send_signal(signal.SIGUSR1)
+        _, messages = supervisor.communicate(timeout=DEADLINE)
+    return supervisor.returncode, messages
+
+
+def test_those_who_have_saved_do_not_start_again_though_a_worker_was_lost_before(tmp_path):
+    died = f"if {part('worker')} and not is_there('died'): write('died'); os._exit(9)"
+    code, messages = ask_to_save(tmp_path, "sys.exit(75)", died, restarts=2)
+    assert (code, messages.count("restart 1 of 2")) == (75, 1), messages
+    assert "restart 2 of 2" not in messages
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

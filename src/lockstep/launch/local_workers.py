@@ -166,8 +166,9 @@ class LocalWorkers:
         if self.timed_out:
             return NO_PROGRESS
         if stop_signal is not None:
-            codes = {worker.code for worker in self._workers if worker not in self._losses.tolerated}
-            return 128 + stop_signal if codes - {DONE, PEER_LOST} else PEER_LOST if PEER_LOST in codes else DONE
+            if self._codes <= {DONE, PEER_LOST}:
+                return PEER_LOST if PEER_LOST in self._codes else DONE
+            return 128 + stop_signal
         if self._shutdown.is_remote and self.failure is None:
             return PEER_LOST if any(worker.code for worker in self._workers) else DONE
         return DONE if self.failure is None else job_exit_code(self.failure.code)
@@ -176,9 +177,7 @@ class LocalWorkers:
     def was_asked_to_stop(self) -> bool:
         """Whether the supervisor was sent a signal to stop, or USR1 and all workers have saved and ended."""
         has_saved = self._shutdown.is_announced and self.code == PEER_LOST
-        return self._shutdown.is_requested or (
-            has_saved and {worker.code for worker in self._workers} <= {DONE, PEER_LOST}
-        )
+        return self._shutdown.is_requested or (has_saved and self._codes <= {DONE, PEER_LOST})
 
     @property
     def is_final(self) -> bool:
@@ -194,6 +193,11 @@ class LocalWorkers:
     @property
     def _running(self) -> list[WorkerProcess]:
         return [worker for worker in self._workers if worker.code is None]
+
+    @property
+    def _codes(self) -> set[int | None]:
+        """The exit codes of those whose loss the job has not tolerated."""
+        return {worker.code for worker in self._workers if worker not in self._losses.tolerated}
 
     @property
     def _running_names(self) -> str:
