@@ -243,6 +243,15 @@ def test_those_who_have_saved_do_not_start_again_though_a_worker_was_lost_before
     assert "restart 2 of 2" not in messages
 
 
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_a_worker_that_has_saved_is_not_lost_while_the_chief_still_saves(tmp_path, restarts):
+    begin = f"if {part('worker')}: write('pid', str(os.getpid()))"
+    longer = f"if not {part('worker')}: {AFTER_IT}; time.sleep(1.2)"  # A lost worker is noticed after a second.
+    code, messages = ask_to_save(tmp_path, f"{longer}\n    sys.exit(75)", begin, restarts)
+    assert code == 75, messages
+    assert "worker 0" not in messages
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -46,20 +46,20 @@ class _Shutdown:
         done_at: when the leader was done.
         stopped_at: when the workers were sent a signal to stop.
         killed_at: when the remaining workers were killed.
+        announced_at: when USR1 came, after which workers save and end with 75: a scheduler is about to stop the job.
         stop_signal: the signal to the supervisor that is the reason of the stop.
         is_requested: whether there was a signal to stop.
         interrupts: number of SIGINTs, as of Ctrl-C.
-        is_announced: whether USR1 came, after which workers save and end with 75: a scheduler is about to stop the job.
         is_remote: whether a failure of another node is the reason of the stop.
     """
 
     done_at: float | None = None
     stopped_at: float | None = None
     killed_at: float | None = None
+    announced_at: float | None = None
     stop_signal: int | None = None
     is_requested: bool = False
     interrupts: int = 0
-    is_announced: bool = False
     is_remote: bool = False
 
     @property
@@ -130,7 +130,7 @@ class LocalWorkers:
             self._check_done()
             self._check_failures()
             if not self._shutdown.has_begun:
-                self._losses.update(self._workers)
+                self._losses.update(self._not_saved)
             self._check_remote_stop(ready)
             self._check_limits()
         self._log_failures_after_done()
@@ -176,7 +176,7 @@ class LocalWorkers:
     @property
     def was_asked_to_stop(self) -> bool:
         """Whether the supervisor was sent a signal to stop, or USR1 and all workers have saved and ended."""
-        has_saved = self._shutdown.is_announced and self.code == PEER_LOST
+        has_saved = self._shutdown.announced_at is not None and self.code == PEER_LOST
         return self._shutdown.is_requested or (has_saved and self._codes <= {DONE, PEER_LOST})
 
     @property
@@ -200,6 +200,14 @@ class LocalWorkers:
         return {worker.code for worker in self._workers if worker not in self._losses.tolerated}
 
     @property
+    def _not_saved(self) -> list[WorkerProcess]:
+        """All but those that have ended with 75 after USR1, as they were asked to: such a worker is not lost."""
+        announced_at = self._shutdown.announced_at
+        if announced_at is None:
+            return self._workers
+        return [worker for worker in self._workers if worker.code != PEER_LOST or worker.ended_at < announced_at]
+
+    @property
     def _running_names(self) -> str:
         return format_names(worker.process for worker in self._running)
 
@@ -215,7 +223,8 @@ class LocalWorkers:
 
     def _on_signal(self, number: int) -> None:
         if number not in STOP_SIGNALS:
-            self._shutdown.is_announced |= number == signal.SIGUSR1
+            if number == signal.SIGUSR1 and self._shutdown.announced_at is None:
+                self._shutdown.announced_at = time.monotonic()
             self._send(number)
             return
         self._shutdown.is_requested = True
@@ -322,7 +331,7 @@ class LocalWorkers:
     def _deadlines(self) -> Iterator[float]:
         yield from (failure.confirmed_at for failure in self._failures())
         if not self._shutdown.has_begun:
-            yield from self._losses.deadlines(self._workers)
+            yield from self._losses.deadlines(self._not_saved)
         if self._shutdown.done_at is not None:
             yield self._shutdown.done_at + self._grace
         if self._stop_at is not None:
