@@ -28,6 +28,31 @@ if strategy.is_chief:
 """
 
 
+SERVERS = """
+os.environ["KERAS_BACKEND"] = "jax"
+import keras, lockstep, numpy as np
+strategy = lockstep.ParameterServerStrategy()
+if strategy.is_chief:
+    write("chief", str(os.getpid()))
+class Validation(keras.utils.PyDataset):
+    def __len__(self):
+        return 1
+    def __getitem__(self, index):
+        if task["type"] == "evaluator":
+            write("busy")
+            wait_for(lambda: has_ended((here / "chief").read_text()))
+        return np.ones((4, 4)), np.ones((4, 1))
+def fail(epoch, logs):
+    wait_for(lambda: is_there("busy"))
+    raise ValueError("of the chief")
+with strategy.scope():
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    model.compile(optimizer="sgd", loss="mse")
+callback = keras.callbacks.LambdaCallback(on_epoch_end=fail)
+model.fit(np.ones((8, 4)), np.ones((8, 1)), batch_size=8, validation_data=Validation(), callbacks=[callback])
+"""
+
+
 def test_the_names_of_variables_are_those_that_strategies_read(tmp_path):
     assert GENERATION in RankAssignment(0, 0, 1, 1, 0, 1, "a:1", None).variables(0)
     path = program(tmp_path, f"print(os.environ.get('{SECRET}', 'none'))")
@@ -56,6 +81,15 @@ def test_the_error_of_one_worker_is_what_stands_last(tmp_path):
     assert done.returncode == 13
     assert done.stderr.endswith("ValueError: of worker 1\n")
     assert "worker 1 ended with exit code 13" in done.stderr
+
+
+@pytest.mark.slow
+def test_the_error_of_the_chief_is_what_stands_last_while_the_evaluator_is_busy(tmp_path):
+    done = run("--workers", 1, "--servers", 1, "--evaluator", program(tmp_path, SERVERS))
+    assert done.returncode == 13
+    assert "\nlockstep run: chief ended with exit code 13 (an error in the program). Its traceback:" in done.stderr
+    assert done.stderr.endswith("ValueError: of the chief\n")
+    assert "[chief] ValueError: of the chief\n" in done.stdout
 
 
 @pytest.mark.slow

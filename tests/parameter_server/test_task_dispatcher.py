@@ -564,6 +564,20 @@ def test_the_chief_that_has_failed_does_not_wait_for_stragglers():
     assert dispatcher.has_failed
 
 
+def test_a_failed_call_holds_up_the_end_of_the_chief_only():
+    """The chief first says what has failed, and ends when the others have been told."""
+    dispatcher, worker = opened(), session(1)
+    request(dispatcher, worker, "enter")
+    dispatcher.fail_calls("no memory")
+    assert request(dispatcher, worker, "take")[0]["kind"] == "failed"
+    waiting = waits_for_stragglers(dispatcher)
+    waiting.join(0.2)
+    assert waiting.is_alive()
+    dispatcher.leave(worker)
+    waiting.join(DEADLINE)
+    assert not waiting.is_alive()
+
+
 def test_tasks_without_a_worker_have_a_time_limit():
     dispatcher = opened(timeout_seconds=0.05)
     request(dispatcher, session(1, "ps"), "enter")

@@ -105,7 +105,7 @@ class ChiefFitDispatch(ProcessGroup):
                 history = proceed()
                 fit.newest_state()  # Else the model has it.
         except BaseException as error:
-            self._dispatcher.abort(f"the chief's fit has ended: {summary_of(error)}", exit_code_of(error))
+            self._dispatcher.fail_calls(f"the chief's fit has ended: {summary_of(error)}", exit_code_of(error))
             raise
         data.close()  # If the epoch was cut short, the iterator of the input is closed here.
         result = {

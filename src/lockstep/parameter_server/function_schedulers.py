@@ -92,7 +92,7 @@ class ChiefScheduler(SchedulerBase):
             self._client = self._context.connect_to_servers(plan, call)
             self._state_sync = StateSync(model, self._dispatcher, plan, self._client)
         except BaseException as error:
-            self._dispatcher.abort(f"the chief cannot begin a loop: {summary_of(error)}")
+            self._dispatcher.fail_calls(f"the chief cannot begin a loop: {summary_of(error)}")
             raise
         self._model, self._synced = model, 0
         self._error: Exception | None = None

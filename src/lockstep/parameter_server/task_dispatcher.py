@@ -373,7 +373,8 @@ class TaskDispatcher:
         """Wait, before the chief ends, until each connected process has left the last call, for at most the time limit.
 
         If there was a call, a process that has never been connected is waited for until the time limit has passed since this object was
-        made: it may have started with the chief, which had nothing left to train.
+        made: it may have started with the chief, which had nothing left to train. After a failure, processes only have a moment to
+        receive it.
 
         Args:
             expected: job and index of each process.
@@ -383,6 +384,8 @@ class TaskDispatcher:
             while not self._failure and (missing := self._stragglers(expected, wait_logger.seconds)):
                 wait_logger.log(listed(missing))
                 self._changed.wait(POLL_SECONDS)
+            if self._failure:
+                self._wait_until_left(_ABORT_SECONDS)
 
     def _stragglers(self, expected: Collection[tuple[str, int]], waited: float) -> list[str]:
         late = [
@@ -392,22 +395,24 @@ class TaskDispatcher:
             late += [f"{job} {index}" for job, index in expected if (job, index) not in self._seen]
         return sorted(late)
 
-    def abort(self, sentence: str, exit_code: int = USER_ERROR) -> None:
-        """Fail all calls: every request gets this error, and processes have a moment to receive it and to leave."""
+    def fail_calls(self, sentence: str, exit_code: int = USER_ERROR) -> None:
+        """Fail all calls: every request gets this error."""
         with self._changed:
-            self._set_failure(sentence, exit_code)
+            if self._failure is None:
+                self._failure = (sentence, exit_code)
+            for _, _, result in self._tasks.values():
+                if not result.done():
+                    result.set_exception(ClusterError(*self._failure))
+            self._changed.notify_all()
+
+    def abort(self, sentence: str, exit_code: int = USER_ERROR) -> None:
+        """Fail all calls before the chief ends: processes have a moment to receive the error and to leave."""
+        with self._changed:
+            self.fail_calls(sentence, exit_code)
             self._wait_until_left(_ABORT_SECONDS)
 
     def _wait_until_left(self, seconds: float) -> None:
         self._changed.wait_for(lambda: not self._present, seconds)
-
-    def _set_failure(self, sentence: str, exit_code: int) -> None:
-        if self._failure is None:
-            self._failure = (sentence, exit_code)
-        for _, _, result in self._tasks.values():
-            if not result.done():
-                result.set_exception(ClusterError(*self._failure))
-        self._changed.notify_all()
 
     def _raise_if_stuck(self) -> None:
         limit = self._long if self.worker_count else self._timeout
@@ -449,7 +454,7 @@ class TaskDispatcher:
             released = self._queue.release(session)
             if was_present and self._is_open:
                 if session.peer.job == "ps":
-                    self._set_failure(f"{session} was lost, and with it the variables that it holds.", PEER_LOST)
+                    self.fail_calls(f"{session} was lost, and with it the variables that it holds.", PEER_LOST)
                 self._last_progress = self._clock()
             self._changed.notify_all()
         if released and not self.has_failed:
@@ -527,7 +532,7 @@ class TaskDispatcher:
                 self._loss = f"{session} ended{where}: {message.get('summary')}"
             else:
                 code = code if code == NO_PROGRESS else USER_ERROR
-                self._set_failure(f"{session} failed{where}: {message.get('summary')}", code)
+                self.fail_calls(f"{session} failed{where}: {message.get('summary')}", code)
         return _ACKNOWLEDGED
 
     def _leave_call(self, session: ClientSession, message: Message, arrays: Arrays) -> Response:

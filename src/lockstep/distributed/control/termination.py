@@ -21,6 +21,7 @@ from lockstep.distributed.control.control_client import ControlClient
 from lockstep.distributed.control.failure_detector import Failure, FailureKind
 
 GRACE_SECONDS = 1.5
+_REPORT_SECONDS = 4.0  # Processes outside of the control channel may be busy.
 _WRITE_SECONDS = 1.0  # A full pipe, or a lock that the main thread holds, must not keep the process alive.
 _ABORT_SECONDS = 5.0  # For the control client to find the cause of an abort and to end the process.
 _POLL_SECONDS = 0.05
@@ -45,7 +46,7 @@ class ExitGuard:
 
     Attributes:
         before_end: gets the summary of an uncaught exception and the exit code, to report them to processes outside of the
-            control channel.
+            control channel; it has four seconds.
 
     Example:
         >>> import sys
@@ -117,7 +118,7 @@ class ExitGuard:
         self._before(kind, error, traceback)
         failure = None if self.client is None else _cause(self.client, self._raised)
         code = exit_code_of(error, failure)
-        _run_with_limit(lambda: self.before_end(self._raised, code))
+        _run_with_limit(lambda: self.before_end(self._raised, code), _REPORT_SECONDS)
         _run_with_limit(_flush if failure is None else lambda: self._write_again(failure))
         self._end(code)
 
@@ -179,14 +180,14 @@ def _flush() -> None:
                 stream.flush()
 
 
-def _run_with_limit(work: Callable[[], None]) -> None:
+def _run_with_limit(work: Callable[[], None], seconds: float = _WRITE_SECONDS) -> None:
     thread = threading.Thread(target=work, name="lockstep-exit", daemon=True)
     try:
         thread.start()
     except RuntimeError:  # The interpreter is shutting down and starts no more threads.
         work()
     else:
-        thread.join(_WRITE_SECONDS)
+        thread.join(seconds)
 
 
 def install_sigabrt_handler(client: ControlClient) -> None:
