@@ -115,6 +115,34 @@ def test_a_child_that_was_forked_fails_by_itself(start):
     assert ended(workers[0]) == (0, "")
 
 
+def aborting(start, number, seconds=5):
+    """Exit code and words of a worker whose native code aborts after the chief has been sent a signal; None: none."""
+    workers = [start(0, "hang_in_a_step", 2, timeout=LONG), start(1, "abort", 2, seconds=seconds, timeout=LONG)]
+    for worker in workers:
+        worker.until("at_work")
+    if number is not None:
+        workers[0].send(number)
+    workers[1].send(signal.SIGUSR1)
+    return workers[1].end(), workers[1].said
+
+
+def test_an_abort_of_native_code_has_its_own_end(start):
+    code, said = aborting(start, None, seconds=0.5)
+    assert code == -signal.SIGABRT
+    assert "lockstep: native code has aborted this process; no other worker was seen to be lost." in said
+    assert re.search(r'Fatal Python error: Aborted\n(.*\n)*  File ".*worker.py", line \d+ in abort\n', said)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "cause"), [(signal.SIGKILL, "died"), (signal.SIGSTOP, "does not answer")])
+def test_an_abort_after_the_loss_of_the_chief_names_the_chief(start, number, cause):
+    """JAX aborts the others when its service, which is in the chief, is gone."""
+    code, said = aborting(start, number)
+    assert code == 75
+    assert re.search(rf"lockstep: worker 0 of 2 \(.*\) {cause}", said), said
+    assert "Fatal Python error" not in said
+
+
 def test_the_cause_is_told_where_its_consequence_is_told_first(start):
     victim = start(1, "hang_in_a_step", timeout=LONG)
     chief = start(0, "hang_in_a_step", timeout=LONG)

@@ -1,5 +1,6 @@
 """A worker that tests start as a process: it joins, says so, and does what its arguments tell it."""
 
+import faulthandler
 import json
 import os
 import select
@@ -11,7 +12,7 @@ import time
 from lockstep.distributed.cluster.env_reader import NetworkOptions
 from lockstep.distributed.cluster.membership import WorkerGroup
 from lockstep.distributed.control.connect import open_control_channel
-from lockstep.distributed.control.termination import ExitGuard
+from lockstep.distributed.control.termination import ExitGuard, install_sigabrt_handler
 from tests.support.telling import tell
 
 
@@ -87,6 +88,14 @@ def fail_as_a_collective_whose_peer_dies(session, config):
     tell(at_work=True)
     select.select([died], [], [])
     raise RuntimeError("the collective failed: connection closed by peer")
+
+
+def abort(session, config):
+    faulthandler.enable()
+    install_sigabrt_handler(session, config["seconds"])
+    tell(at_work=True)
+    signal.sigwait({signal.SIGUSR1})
+    os.abort()
 
 
 def main(config):

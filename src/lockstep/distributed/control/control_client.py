@@ -96,6 +96,12 @@ class ControlClient:
             self.fail(summary_of(error))
         self.leave()
 
+    @property
+    def lost_worker(self) -> Failure | None:
+        """The failure of the job; or that of the chief, if its heartbeats are late; None if no worker is seen to be lost."""
+        is_silent = self._heartbeat.silence > QUIET and not self._has_left
+        return self.failure or (self._heartbeat.silent_chief() if is_silent else None)
+
     def report(self, step: int, activity: str) -> None:
         """Set the progress that heartbeats report; takes less than a microsecond, so it may be called in each step.
 

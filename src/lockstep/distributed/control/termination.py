@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
 
-from lockstep._errors import INTERRUPTED, PEER_LOST, USER_ERROR, ClusterError, summary_of
+from lockstep._errors import INTERRUPTED, USER_ERROR, ClusterError, summary_of
 from lockstep.distributed.control.control_client import ControlClient
 from lockstep.distributed.control.failure_detector import Failure, FailureKind
 
@@ -190,36 +190,44 @@ def _run_with_limit(work: Callable[[], None], seconds: float = _WRITE_SECONDS) -
         thread.join(seconds)
 
 
-def install_sigabrt_handler(client: ControlClient) -> None:
-    """Have ``abort()`` in any thread wait for the control client to end this process.
+def install_sigabrt_handler(client: ControlClient, wait_seconds: float = _ABORT_SECONDS) -> None:
+    """Have ``abort()`` in any thread wait for the control client to end this process if a worker was lost.
 
     When the chief dies, JAX's client in every other worker aborts its process within milliseconds, with a stack of C++ frames and
-    no word of the lost worker. The control client is about to report that, and needs a moment.
+    no word of the lost worker. The control client is about to report that, and needs a moment. If no worker is seen to be lost, the
+    reason is in this process: the handler that was there before gets the signal, such as that of ``faulthandler``.
 
     A handler of Python's ``signal`` module would run in the main thread, which hangs. This one runs in the thread that aborts.
     Calling Python there is as safe as the place that aborts: this is not for crashes such as SIGSEGV.
 
     Args:
         client: has the failure of the job, or soon will.
+        wait_seconds: time for the control client to find the failure.
     """
+    signal_function = ctypes.CDLL(None).signal
+    signal_function.argtypes, signal_function.restype = [ctypes.c_int, ctypes.c_void_p], ctypes.c_void_p
 
     def handler(number: int) -> None:
-        deadline = time.monotonic() + _ABORT_SECONDS
-        while time.monotonic() < deadline:
-            if client.failure is not None:  # Written again, as JAX has printed much since.
-                os.write(_STANDARD_ERROR, f"lockstep: {client.failure.sentence}\n".encode())
-                time.sleep(_ABORT_SECONDS)  # The control client ends the process after its own grace.
+        deadline = time.monotonic() + wait_seconds
+        while client.failure is None and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)
-        os.write(_STANDARD_ERROR, _UNKNOWN)
-        os._exit(PEER_LOST)
+        failure = client.lost_worker
+        if failure is None:
+            os.write(_STANDARD_ERROR, _OWN_ABORT)
+            signal_function(signal.SIGABRT, before)
+            signal.raise_signal(signal.SIGABRT)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGABRT])  # It is blocked in its handler.
+            return
+        os.write(_STANDARD_ERROR, f"lockstep: {failure.sentence}\n".encode())  # Again, as JAX has printed much since.
+        if client.failure is not None:
+            time.sleep(_ABORT_SECONDS)  # The control client ends the process after its own grace.
+        os._exit(failure.exit_code)
 
     called_by_c = _HANDLER(handler)
     _handlers.append(called_by_c)
-    signal_function = ctypes.CDLL(None).signal
-    signal_function.argtypes, signal_function.restype = [ctypes.c_int, _HANDLER], ctypes.c_void_p
-    signal_function(signal.SIGABRT, called_by_c)
+    before = signal_function(signal.SIGABRT, ctypes.cast(called_by_c, ctypes.c_void_p))
 
 
 _HANDLER = ctypes.CFUNCTYPE(None, ctypes.c_int)
-_UNKNOWN = b"lockstep: JAX has aborted this process, above it says why; no worker was seen to be lost.\n"
+_OWN_ABORT = b"lockstep: native code has aborted this process; no other worker was seen to be lost.\n"
 _handlers: list[Any] = []  # Keeps them alive: C has only their addresses.
