@@ -17,6 +17,7 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from types import CodeType, ModuleType, TracebackType
 
@@ -139,15 +140,26 @@ def _exit_with_error(exception: BaseException, error: int) -> None:
 
     Python's exit handlers may wait for the other workers, which wait for this one: JAX does, for minutes.
     """
-    text = "".join(traceback.format_exception(exception))
-    with contextlib.suppress(OSError):
-        os.pwrite(error, ErrorRecord(time.monotonic(), isinstance(exception, ClusterError), text).to_bytes(), 0)
+    record = ErrorRecord(
+        time.monotonic(), isinstance(exception, ClusterError), "".join(traceback.format_exception(exception))
+    )
+    _write_record(record, error)
+    if (termination := sys.modules.get("lockstep.distributed.control.termination")) is not None:
+        termination.call_if_consequence(lambda: _write_record(replace(record, is_consequence=True), error))
     _print_exception(exception)
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
         sys.stderr.flush()
     code = exception.exit_code if isinstance(exception, ClusterError) else None
     os._exit(code or USER_ERROR)
+
+
+def _write_record(record: ErrorRecord, error: int) -> None:
+    """Write a record into the file for it, in place of an earlier one."""
+    data = record.to_bytes()
+    with contextlib.suppress(OSError):
+        os.pwrite(error, data, 0)
+        os.ftruncate(error, len(data))
 
 
 def _print_exception(exception: BaseException) -> None:

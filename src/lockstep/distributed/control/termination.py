@@ -118,6 +118,9 @@ class ExitGuard:
         self._before(kind, error, traceback)
         failure = None if self.client is None else _cause(self.client, self._raised)
         code = exit_code_of(error, failure)
+        if failure is not None:
+            for callback in _consequence_callbacks:
+                callback()
         _run_with_limit(lambda: self.before_end(self._raised, code), _REPORT_SECONDS)
         _run_with_limit(_flush if failure is None else lambda: self._write_again(failure))
         self._end(code)
@@ -145,6 +148,14 @@ class ExitGuard:
             line = f"{failure.sentence}{stop} This process ends with code {failure.exit_code}. {failure.fix}"
             stream.write(f"lockstep: {line.rstrip()}\n")
             stream.flush()
+
+
+def call_if_consequence(callback: Callable[[], object]) -> None:
+    """Have each guard call this, before it ends the process, if an uncaught exception follows from a failure of another worker."""
+    _consequence_callbacks.append(callback)
+
+
+_consequence_callbacks: list[Callable[[], object]] = []
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
