@@ -184,6 +184,22 @@ def test_class_weights_and_sample_weights():
         np.testing.assert_allclose(weights(model), weights(plain), rtol=1e-5, atol=1e-7)
 
 
+def test_outputs_may_have_no_weights():
+    x, y = data()
+
+    def fitted(scope):
+        keras.utils.set_random_seed(1)
+        inputs = keras.Input(x.shape[1:])
+        with scope:
+            model = keras.Model(inputs, [keras.layers.Dense(1)(inputs), keras.layers.Dense(1)(inputs)])
+            model.compile("sgd", ["mse", "mse"])
+        model.fit(x, [y, y], sample_weight=[None, None], batch_size=BATCH, shuffle=False, verbose=0)
+        return weights(model)
+
+    expected = fitted(contextlib.nullcontext())
+    np.testing.assert_allclose(fitted(Topology(3, 2).strategy().scope()), expected, rtol=1e-5, atol=1e-7)
+
+
 def test_nested_arrays_and_validation_split():
     x, y = named(*data())
     histories = []
