@@ -10,10 +10,10 @@ from steps import Steps, scalars, state_of
 
 from accelerator.common import ROWS, Finding, replicas_on_one
 from accelerator.nets import compiled
+from lockstep.collectives.cost_model import link_between
 from lockstep.tools.plan.compile_process import check_steps, keep_checks
 from lockstep.tools.plan.estimate import TrainingCall
 from lockstep.tools.plan.hardware import known_accelerators
-from lockstep.tools.scaling.prediction import link_between
 
 # Rows of a batch, and batches of an epoch: enough that starting an epoch does not count.
 ROUNDS = 3

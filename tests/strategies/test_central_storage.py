@@ -8,9 +8,9 @@ from jax import lax
 from keras import layers
 
 import lockstep
-from lockstep.devices.names import resolve_with_parameter_device
 from lockstep.devices.placement import Placement
 from lockstep.execution.gradient_extraction import GradientProgram
+from lockstep.strategies.central_storage import resolve_with_parameter_device
 from tests.laws.cases import case_named
 from tests.laws.compare import Central, assert_same, reference, run
 
@@ -358,7 +358,7 @@ def test_the_first_device_holds_the_variables_by_default(caplog):
 
 
 def test_several_accelerators_have_the_cpu_hold_them_and_one_holds_them_itself(monkeypatch):
-    monkeypatch.setattr("lockstep.devices.names.platform_of", lambda device: "gpu")
+    monkeypatch.setattr("lockstep.strategies.central_storage.platform_of", lambda device: "gpu")
     assert resolve_with_parameter_device(["cpu:2", "cpu:1"], None)[1] == jax.devices()[0]
     assert resolve_with_parameter_device(["cpu:2"], None)[1] == jax.devices()[2]
 

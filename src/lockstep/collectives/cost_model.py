@@ -14,12 +14,21 @@ from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
 from jax.sharding import AbstractMesh, PartitionSpec
 from scipy.optimize import nnls
 
-from lockstep._errors import OptionError, whole_number
+from lockstep._errors import OptionError, real_number, shown, whole_number
 from lockstep.collectives.all_reduce_algorithms import group_size
 from lockstep.collectives.base import CrossDeviceOps
 
 _AXIS = "device"
 _MAX_DEVICES = 65_536
+# Nominal values, not measured: bandwidth in GB/s each way, latency in microseconds.
+NETWORKS = {
+    "10GbE": (1.25, 50.0),
+    "100GbE": (12.5, 30.0),
+    "infiniband": (50.0, 5.0),
+    "nvlink": (200.0, 5.0),
+    "pcie": (25.0, 10.0),
+}
+
 Pairs = tuple[tuple[int, int], ...]
 
 
@@ -163,6 +172,27 @@ class NetworkLink:
 
     latency: float
     seconds_per_byte: float
+
+
+def link_between(bandwidth: float | str, latency: float | None) -> NetworkLink:
+    """Return the link between two machines.
+
+    Args:
+        bandwidth: in GB/s, or a name in ``NETWORKS``.
+        latency: in microseconds; None: that of the name, or 30.
+
+    Raises:
+        OptionError: a number is out of its range, or the name is unknown.
+    """
+    usual = 30.0
+    if isinstance(bandwidth, str):
+        names = {name.lower(): values for name, values in NETWORKS.items()}
+        if bandwidth.lower() not in names:
+            raise OptionError(f"bandwidth: expected GB/s or one of {', '.join(NETWORKS)}, got {shown(bandwidth)}.")
+        bandwidth, usual = names[bandwidth.lower()]
+    rate = real_number("bandwidth", bandwidth, above=0, what="GB/s")
+    wait = real_number("latency", usual if latency is None else latency, what="a number of µs")
+    return NetworkLink(wait * 1e-6, 1 / (rate * 1e9))
 
 
 @dataclass(frozen=True)

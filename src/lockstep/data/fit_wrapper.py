@@ -298,9 +298,14 @@ def check_call(name: str, given: dict[str, Any]) -> None:
     is_batch = name in _ON_BATCH
     check_data(f"{name}: x", given.get("x"), is_arrays=is_batch, may_be_empty=is_batch)
     for argument in ("y", "sample_weight"):
-        if any(leaf is not None for leaf in keras.tree.flatten(given.get(argument))):
+        if given.get(argument) is not None and not (argument == "sample_weight" and _are_without(given[argument])):
             check_data(f"{name}: {argument}", given[argument], is_arrays=True, may_be_empty=is_batch)
     _check_validation(name, given)
+
+
+def _are_without(weights: Any) -> bool:
+    """Return whether a list or tuple says of each of several outputs that it has no weights."""
+    return isinstance(weights, (list, tuple)) and len(weights) > 1 and all(one is None for one in weights)
 
 
 def _check_callbacks(name: str, callbacks: Any) -> None:

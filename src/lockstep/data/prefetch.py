@@ -1,4 +1,4 @@
-"""Prefetching of batches in a thread.
+"""Prefetching of batches in a thread, and which inputs are read without one.
 
 No batch is read beyond the limit: batches of a generator stay in it until an epoch needs them.
 """

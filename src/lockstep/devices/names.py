@@ -58,36 +58,6 @@ def resolve_devices(devices: Sequence[str | jax.Device] | None) -> tuple[jax.Dev
     return found
 
 
-def resolve_with_parameter_device(
-    devices: Sequence[str | jax.Device] | None, parameter_device: str | jax.Device | None
-) -> tuple[tuple[jax.Device, ...], jax.Device]:
-    """Return the devices that compute, as :func:`resolve_devices`, and the device of the variables.
-
-    Args:
-        devices: the devices that compute.
-        parameter_device: the device of the variables; by default the CPU if ``devices`` are several accelerators, else the first of them.
-
-    Raises:
-        DeviceError: see :func:`resolve_devices`.
-    """
-    if parameter_device is not None and not isinstance(parameter_device, (str, jax.Device)):
-        raise DeviceError(
-            f"parameter_device: {shown(parameter_device)} is neither a name such as 'cpu:0' nor a JAX device."
-        )
-    named = [parameter_device] if isinstance(parameter_device, str) else []
-    if any(
-        parse_device_name(name, "parameter_device")[0] == "cpu" for name in named
-    ):  # JAX makes all CPU devices at once, when it starts.
-        ensure_cpu_devices(max(count_cpu_devices(devices), count_cpu_devices(named)))
-    found = resolve_devices(devices)
-    if parameter_device is None:
-        several = len(found) > 1 and platform_of(found[0]) != "cpu"
-        return found, _lookup("cpu:0") if several else found[0]
-    if isinstance(parameter_device, str):
-        return found, _lookup(parameter_device, "parameter_device")
-    return found, parameter_device
-
-
 def is_described(device: jax.Device) -> bool:
     """Return whether a device of this process is only described, for compiling without it: it holds no arrays."""
     return device.local_hardware_id is None
@@ -108,7 +78,7 @@ def _named(devices: list[str | jax.Device]) -> tuple[jax.Device, ...]:
     cpu_indices = [index for platform, index in parsed if platform == "cpu"]
     if cpu_indices and len(set(cpu_indices)) == len(cpu_indices):
         ensure_cpu_devices(max(cpu_indices) + 1)
-    found = [device if isinstance(device, jax.Device) else _lookup(device) for device in devices]
+    found = [device if isinstance(device, jax.Device) else find_device(device) for device in devices]
     for position, device in enumerate(found):
         if device in found[:position]:
             raise DeviceError(
@@ -128,7 +98,16 @@ def listed_devices(names: Sequence[str]) -> str:
     return ", ".join(names if len(names) <= _MOST_LISTED else [*names[:3], "…", names[-1]])
 
 
-def _lookup(name: str, argument: str = "devices") -> jax.Device:
+def find_device(name: str, argument: str = "devices") -> jax.Device:
+    """Return the local device of a name.
+
+    Args:
+        name: such as "gpu:0".
+        argument: which gives the name, for errors.
+
+    Raises:
+        DeviceError: the name is none of a device, or there is no such device.
+    """
     platform, index = parse_device_name(name, argument)
     local = _local(platform)
     if index >= len(local):

@@ -1,4 +1,4 @@
-"""Starts JAX over several processes, once in a process, and keeps the job that this process has joined.
+"""Starts JAX over several processes, once in each, with its share of the GPUs; keeps the job that this process has joined.
 
 ``jax.distributed`` aborts a process when anything is wrong. So the control channel comes first: it has checked that all workers
 are there and equal, it checks here that they can reach each other, and it detects losses before JAX does.

@@ -1,4 +1,4 @@
-"""Checks of the data: values and shapes, the order of ``shuffle``, ``cache`` and ``prefetch``, and waits for batches."""
+"""Checks of the data: values and shapes, rows of a replica for BatchNormalization, the order of ``shuffle``, ``cache`` and ``prefetch``, and waits for batches."""
 
 import sys
 import time

@@ -1,4 +1,4 @@
-"""Run the replicas of one device, each on exactly its rows. Read this file first.
+"""Run the replicas of one device, each on exactly its rows and with seeds of its own. Read this file first.
 
 A replica is Keras's own stateless call on the rows that belong to it: no mask and no patch, so whatever a
 layer computes over "the batch" it computes over the replica's rows. If nothing in the model depends on the replica, one call may have

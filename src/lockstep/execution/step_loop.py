@@ -1,4 +1,4 @@
-"""The loop over the steps of one call of Keras's train, test or predict function, with the hooks around each step.
+"""The loop over the steps of one call of Keras's functions, with the hooks around each step; what the error of a failed step says.
 
 Keras calls the function once a step, or once for ``steps_per_execution`` steps; callbacks run between two calls. The order within a
 step: ``on_fetch``, the next batch, ``on_step_start``, the step or its replacement, ``on_step_end``. On accelerators, and without hooks, the

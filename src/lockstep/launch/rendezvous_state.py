@@ -9,9 +9,9 @@ from lockstep._errors import DONE, PEER_LOST, whole_number
 from lockstep._logging import counted, listed
 from lockstep.distributed.cluster.addresses import join_address, split_address
 from lockstep.distributed.control.admission import JoinRejection
-from lockstep.distributed.control.disagreement import first_difference
 from lockstep.distributed.control.failure_detector import SuspendDetector
 from lockstep.distributed.control.handshake import Peer
+from lockstep.distributed.control.value_differences import first_difference
 from lockstep.launch.launch_config import MAX_WORKERS, LaunchConfig
 from lockstep.launch.rank_assignment import RankAssignment
 from lockstep.launch.restart_policy import backoff_seconds

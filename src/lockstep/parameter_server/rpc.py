@@ -16,7 +16,6 @@ from typing import Any, Protocol
 from lockstep._array_encoding import ArraySpec
 from lockstep._errors import MAX_SECONDS, NO_PROGRESS, PEER_LOST, USER_ERROR, ClusterError, OptionError
 from lockstep._logging import WaitLogger, listed, log_info
-from lockstep.distributed.control.disagreement import first_difference
 from lockstep.distributed.control.handshake import (
     HandshakeError,
     HandshakeServer,
@@ -29,6 +28,7 @@ from lockstep.distributed.control.handshake import (
 )
 from lockstep.distributed.control.handshake import connect as connect_to
 from lockstep.distributed.control.transport import EventLoop, FramedSocket, ProtocolError, encode
+from lockstep.distributed.control.value_differences import first_difference
 from lockstep.parameter_server.array_transport import (
     ArrayConnection,
     Arrays,

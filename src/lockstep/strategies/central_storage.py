@@ -6,17 +6,55 @@ from collections.abc import Iterator, Sequence
 import jax
 import keras
 
-from lockstep._errors import OptionError
+from lockstep._errors import DeviceError, OptionError, shown
 from lockstep._keras.graph import layers_of
 from lockstep.collectives import Ops
 from lockstep.data.input_options import InputOptions
-from lockstep.devices.names import device_name, resolve_with_parameter_device
+from lockstep.devices.cpu_devices import ensure_cpu_devices
+from lockstep.devices.names import (
+    count_cpu_devices,
+    device_name,
+    find_device,
+    parse_device_name,
+    platform_of,
+    resolve_devices,
+)
 from lockstep.devices.placement import Placement
 from lockstep.devices.xla_flags import is_deterministic
 from lockstep.execution.executors import CentralExecutor, Executor
 from lockstep.fit.fit_hooks import FitContext
 from lockstep.strategies.base import Strategy
 from lockstep.strategies.options import one_axis_placement, overridden_devices, prepare_process
+
+
+def resolve_with_parameter_device(
+    devices: Sequence[str | jax.Device] | None, parameter_device: str | jax.Device | None
+) -> tuple[tuple[jax.Device, ...], jax.Device]:
+    """Return the devices that compute, as :func:`resolve_devices`, and the device of the variables.
+
+    Args:
+        devices: the devices that compute.
+        parameter_device: the device of the variables; by default the CPU if ``devices`` are several accelerators, else the first of them.
+
+    Raises:
+        DeviceError: see :func:`resolve_devices`.
+    """
+    if parameter_device is not None and not isinstance(parameter_device, (str, jax.Device)):
+        raise DeviceError(
+            f"parameter_device: {shown(parameter_device)} is neither a name such as 'cpu:0' nor a JAX device."
+        )
+    named = [parameter_device] if isinstance(parameter_device, str) else []
+    if any(
+        parse_device_name(name, "parameter_device")[0] == "cpu" for name in named
+    ):  # JAX makes all CPU devices at once, when it starts.
+        ensure_cpu_devices(max(count_cpu_devices(devices), count_cpu_devices(named)))
+    found = resolve_devices(devices)
+    if parameter_device is None:
+        several = len(found) > 1 and platform_of(found[0]) != "cpu"
+        return found, find_device("cpu:0") if several else found[0]
+    if isinstance(parameter_device, str):
+        return found, find_device(parameter_device, "parameter_device")
+    return found, parameter_device
 
 
 class _OptimizerBuilder:

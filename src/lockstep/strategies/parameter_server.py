@@ -219,6 +219,12 @@ class ParameterServerStrategy(SchedulingStrategy, Strategy):
             directory: not used.
             save_freq: not used.
             keep: not used.
+
+        Returns:
+            Nothing, as it always raises.
+
+        Raises:
+            OptionError: always.
         """
         raise OptionError(
             "strategy.checkpoint: with ParameterServerStrategy the newest variables are on servers, and each process would write a "

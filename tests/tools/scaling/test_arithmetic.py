@@ -8,14 +8,19 @@ import numpy as np
 import pytest
 
 from lockstep import OptionError
-from lockstep.collectives.cost_model import Network, NetworkLink, nonnegative_least_squares, predict_seconds
+from lockstep.collectives.cost_model import (
+    Network,
+    NetworkLink,
+    link_between,
+    nonnegative_least_squares,
+    predict_seconds,
+)
 from lockstep.tools.scaling import results
 from lockstep.tools.scaling.api import report_of
 from lockstep.tools.scaling.benchmark import WARMUP_STEPS, BlockTimer, block_ends
 from lockstep.tools.scaling.prediction import (
     PredictionOptions,
     errors_of,
-    link_between,
     model_of,
     network_for,
     predict_step,

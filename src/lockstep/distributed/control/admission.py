@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 from lockstep._logging import counted
 from lockstep.distributed.cluster.membership import WorkerGroup
-from lockstep.distributed.control.disagreement import first_difference
 from lockstep.distributed.control.handshake import Peer
+from lockstep.distributed.control.value_differences import first_difference
 
 
 @dataclass(frozen=True)

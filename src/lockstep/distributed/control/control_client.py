@@ -13,7 +13,6 @@ from lockstep._errors import NO_PROGRESS, ClusterError, summary_of
 from lockstep._logging import CancelledError, WaitLogger, is_cancelled, listed
 from lockstep.distributed.cluster.membership import WorkerGroup
 from lockstep.distributed.control.control_server import BARRIER, BROADCAST, GATHER, LEAVE, ControlServer
-from lockstep.distributed.control.disagreement import digest, find_disagreement
 from lockstep.distributed.control.failure_detector import Failure, FailureKind, SuspendDetector, make_failure
 from lockstep.distributed.control.handshake import Peer
 from lockstep.distributed.control.heartbeat import (
@@ -27,6 +26,7 @@ from lockstep.distributed.control.heartbeat import (
 )
 from lockstep.distributed.control.limits import Limits
 from lockstep.distributed.control.transport import EventLoop, FramedSocket, as_json, encode
+from lockstep.distributed.control.value_differences import digest, find_disagreement
 
 MAIN = "main"
 _POLL_SECONDS = 0.2

@@ -13,28 +13,20 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lockstep._errors import OptionError, real_number, shown, whole_number
+from lockstep._errors import whole_number
 from lockstep._logging import counted
 from lockstep.collectives.cost_model import (
     AllReduceMeasurement,
     Network,
     NetworkLink,
     fit_network,
+    link_between,
     nonnegative_least_squares,
     predict_seconds,
 )
 from lockstep.tools.scaling.results import ScalingRow, ScalingTable, Shares, choose
 
 COUNTS = tuple(2**power for power in range(11))  # 1 … 1,024 devices
-# Nominal values, not measured: bandwidth in GB/s each way, latency in microseconds.
-NETWORKS = {
-    "10GbE": (1.25, 50.0),
-    "100GbE": (12.5, 30.0),
-    "infiniband": (50.0, 5.0),
-    "nvlink": (200.0, 5.0),
-    "pcie": (25.0, 10.0),
-}
-
 Coefficients = tuple[float, float, float, float]
 
 
@@ -160,27 +152,6 @@ def errors_of(model: StepModel, rows: Sequence[ScalingRow]) -> list[tuple[Scalin
 def total(shares: Shares) -> float:
     """Return the seconds of a whole step."""
     return shares.compute + shares.communication + shares.input + shares.host
-
-
-def link_between(bandwidth: float | str, latency: float | None) -> NetworkLink:
-    """Return the link between two machines.
-
-    Args:
-        bandwidth: in GB/s, or a name in ``NETWORKS``.
-        latency: in microseconds; None: that of the name, or 30.
-
-    Raises:
-        OptionError: a number is out of its range, or the name is unknown.
-    """
-    usual = 30.0
-    if isinstance(bandwidth, str):
-        names = {name.lower(): values for name, values in NETWORKS.items()}
-        if bandwidth.lower() not in names:
-            raise OptionError(f"bandwidth: expected GB/s or one of {', '.join(NETWORKS)}, got {shown(bandwidth)}.")
-        bandwidth, usual = names[bandwidth.lower()]
-    rate = real_number("bandwidth", bandwidth, above=0, what="GB/s")
-    wait = real_number("latency", usual if latency is None else latency, what="a number of µs")
-    return NetworkLink(wait * 1e-6, 1 / (rate * 1e9))
 
 
 def network_for(model: StepModel, platform: str, between: NetworkLink, devices_per_machine: int | None) -> Network:

@@ -78,7 +78,7 @@ def find_disagreement(values: Sequence[Any]) -> Disagreement | None:
         values: values of all workers, in order.
 
     Example:
-        >>> from lockstep.distributed.control.disagreement import find_disagreement
+        >>> from lockstep.distributed.control.value_differences import find_disagreement
         >>> find_disagreement([1, 2, 1, 1])
         Disagreement(different=(1,), usual=0, is_majority=True)
     """

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lockstep.distributed.control.disagreement import digest, find_disagreement, first_difference
+from lockstep.distributed.control.value_differences import digest, find_disagreement, first_difference
 
 NAMES = ["worker 0", "worker 1", "worker 2", "worker 3"]
 NAN = float("nan")
