@@ -296,6 +296,38 @@ def test_a_metric_that_a_first_batch_leaves_as_it_is_is_tested_by_a_later_one():
         assert known.no_sums == expected
 
 
+class Scaled(layers.Layer):
+    """Divides by a moving average that the step itself moves, so that a repeated step has another loss."""
+
+    def build(self, shape):
+        self.scale = self.add_weight(shape=(), initializer="ones", trainable=False, name="scale")
+
+    def call(self, x):
+        self.scale.assign(0.5 * self.scale + 0.5 * ops.mean(ops.abs(x)))
+        return x / self.scale
+
+
+def test_a_loss_that_depends_on_state_that_the_step_moves_adds_up():
+    model = made(Scaled(), metrics=["mae"])
+    step, state = compiled(model), state_of(model)
+    new = step(state, BATCHES[0])
+    known = Additivity(merge_rules(model))
+    repeat = lambda others, metrics: step((state[0], others, state[2], metrics), BATCHES[0])[1::2]  # noqa: E731
+    known.observe((state[1], state[3]), new[1::2], repeat)
+    assert (known.replaced, known.no_sums) == (NONE, NONE)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_metric_that_is_no_number_stays_so(value):
+    model = made(metrics=["mae"])
+    state = state_of(model)
+    totals = DeltaAccumulator(model)
+    totals.set(state[1], state[3])
+    after = [np.full_like(one, value) for one in state[3]]
+    totals.add([compute_deltas(([], []), (after, state[3]), NONE)], [7], NONE)
+    assert not any(np.isfinite(one).any() for one in totals.metrics)
+
+
 def test_changes_of_several_steps_are_those_of_all_in_turn():
     one, two = np.float32(1), np.float32(2)
     total = {}

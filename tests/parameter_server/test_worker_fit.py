@@ -243,7 +243,6 @@ def test_an_evaluation_leaves_data_and_random_numbers_alike_on_all_processes(mak
         chief = ChiefFitDispatch(Mock(), served.dispatcher, Mock())
         served.dispatcher.close({})
         data = reads(chiefs)()
-        data.track_state(None)
 
         def evaluation():
             data.on_epoch_begin()

@@ -84,6 +84,7 @@ class ChiefFitDispatch(ProcessGroup):
 
     def _evaluate(self, data: KerasInput, proceed: Callable[[], Any]) -> Any:
         self._dispatcher.open(self._call)
+        data.track_state(None)  # Else it does not keep its hooks.
         try:
             found = proceed()
         except Exception as error:

@@ -152,6 +152,7 @@ class ChiefScheduler(SchedulerBase):
 
     def evaluate(self, data: KerasInput, proceed: Callable[[], Any]) -> Any:
         """See :class:`SchedulerBase`."""
+        data.track_state(None)  # Else it does not keep its hooks.
         try:
             found = proceed()
         except Exception as error:
@@ -434,7 +435,10 @@ class FunctionRunner:
             raise ScopeError("A model was evaluated after its scheduled function had ended.")
         trainable, others = self._model.trainable_variables, self._model.non_trainable_variables
         before = [variable.value for variable in (*trainable, *others)]
+        versions = self._client.versions if self._client else None
         values, _ = self._pull_values(will_push=False)
+        if self._client and versions is not None:
+            self._client.versions = versions  # A gradient that follows belongs to the values that were pulled for it.
         newest = self._non_trainable if self._steps else self._newest_non_trainable(task)
         try:
             for variable, value in zip([*trainable, *others], [*map(values.get, self._names), *newest], strict=True):

@@ -38,12 +38,11 @@ def merge_rules(model: keras.Model) -> list[StateMerge]:
 
 
 def compute_delta(new: np.ndarray, old: np.ndarray) -> np.ndarray | None:
-    """Return what must be added to the old value; None if nothing has changed, or there is no such number, as between bools and from inf."""
+    """Return what must be added to the old value; None if nothing has changed, or the dtype has no sum."""
     if new.dtype == bool or not _has_changed(new, old):
         return None
     with np.errstate(invalid="ignore", over="ignore"):
-        delta = np.subtract(new, old, dtype=new.dtype)
-    return delta if np.isfinite(delta).all() else None
+        return np.subtract(new, old, dtype=new.dtype)
 
 
 def compute_deltas(
@@ -63,7 +62,7 @@ def compute_deltas(
     found: dict[str, np.ndarray] = {}
     for number, (new, old) in enumerate(zip(*non_trainable, strict=True)):
         changed = None if number in replaced else compute_delta(new, old)
-        if changed is not None:
+        if changed is not None and np.isfinite(changed).all():
             found[f"{_OTHER}{number}"] = changed
         elif _has_changed(new, old):
             found[f"{_NEW}{number}"] = new
@@ -134,10 +133,13 @@ class Additivity:
         changed_metrics = _changed_numbers(after[1], before[1]) - self._tested_metrics
         if not changed and not changed_metrics:
             return
-        three = zip(self._rules, before[0], after[0], strict=True)
-        again = repeat([old if rule is StateMerge.SEED else new for rule, old, new in three], after[1])
-        self.replaced |= {n for n in changed if not moves_by_a_share(after[0][n], before[0][n], again[0][n])}
-        self.no_sums |= {n for n in changed_metrics if not is_additive(after[1][n], before[1][n], again[1][n])}
+        if changed:
+            three = zip(self._rules, before[0], after[0], strict=True)
+            again, _ = repeat([old if rule is StateMerge.SEED else new for rule, old, new in three], before[1])
+            self.replaced |= {n for n in changed if not moves_by_a_share(after[0][n], before[0][n], again[n])}
+        if changed_metrics:  # With the state before the step, which what is measured may depend on.
+            _, again = repeat(before[0], after[1])
+            self.no_sums |= {n for n in changed_metrics if not is_additive(after[1][n], before[1][n], again[n])}
         self._tested |= changed
         self._tested_metrics |= changed_metrics
 
