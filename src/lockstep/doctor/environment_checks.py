@@ -58,7 +58,7 @@ BAD_VERSIONS = (
         (3, 15),
         (3, 16),
         "Lockstep uses parts of Keras 3.15 that other versions do not have",
-        "ARCHITECTURE.md",
+        "docs/versions.md",
     ),
     BadVersion(
         "jax", (0, 10), (), "Lockstep was made for JAX 0.10 and not tested with older versions", "pyproject.toml"
