@@ -14,6 +14,7 @@ from lockstep.parameter_server.sparse_rows import (
     EmbeddingRows,
     SparseGradient,
     TouchedRows,
+    mean_gradient,
     sparsify,
     tables_of,
 )
@@ -401,3 +402,10 @@ def test_only_large_gradients_with_many_zero_rows_become_rows():
         assert (dense == gradients[name]).all()
         assert found[name].indices.dtype == np.int32
     assert all(found[name] is gradients[name] for name in ("most", "small", "vector", "number"))
+
+
+def test_the_mean_of_large_gradients_of_float16_is_finite():
+    gradient, rows = jnp.full((3,), 2048, "float16"), [jnp.float32(40), jnp.float32(24)]
+    found = mean_gradient(jnp.zeros((3,), "float16"), rows, [gradient, gradient])
+    assert found.dtype == "float16"
+    assert (found == 2048).all()

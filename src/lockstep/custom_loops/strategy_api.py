@@ -3,7 +3,6 @@
 import functools
 import operator
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -50,7 +49,7 @@ from lockstep.data.sources import make_tree_source
 from lockstep.devices.names import device_name
 from lockstep.devices.placement import DEVICE_AXIS, Placement, is_spread, local_values
 from lockstep.distributed.resolvers import ClusterResolver
-from lockstep.execution.compiled_step import dispatch_lock
+from lockstep.execution.compiled_step import start_lock
 
 _MAX_REMEMBERED_CALLS = 4096  # of run, and which variables they read: as many as jax.jit keeps
 
@@ -176,7 +175,7 @@ class StrategyApi:
             # With a dtype: Keras's first value of a number has a weak one, for which JAX would trace again.
             newest = self._placement.put([jnp.asarray(one.value, one.value.dtype) for one in read])
             try:
-                with dispatch_lock if len(self._placement.devices) > 1 else nullcontext():
+                with start_lock(self._placement.devices):
                     return self._run_compiled(call, placed, newest)
             except _UnknownVariablesError as error:
                 read.extend(error.variables)

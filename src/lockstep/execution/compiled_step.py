@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import jax
@@ -13,6 +14,11 @@ Step = Callable[[Any, Any], tuple[Any, Any]]  # (state, batch) -> (logs or outpu
 # collectives would deadlock. Two that trace the same models would replace their methods, and restore them, in any order.
 # Reentrant: a step may start another one (a teacher, in a callback).
 dispatch_lock = threading.RLock()
+
+
+def start_lock(devices: Sequence[jax.Device]) -> AbstractContextManager[Any]:
+    """Return the context in which a program is started on these devices: several run one at a time, a single one needs no lock."""
+    return dispatch_lock if len(devices) > 1 else nullcontext()
 
 
 @jax.tree_util.register_pytree_node_class

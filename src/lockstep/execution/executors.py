@@ -42,7 +42,7 @@ from lockstep.execution.compiled_step import (
     StateValues,
     Step,
     apply_changes,
-    dispatch_lock,
+    start_lock,
     state_changes,
     without_aliases,
 )
@@ -376,7 +376,7 @@ def _with_placement(
         placed = placement.place_for_step(batch)
         if not isinstance(state, _PlacedState):
             state = placement.put(without_aliases(state), shardings(state) if shardings else None)
-        with dispatch_lock if len(placement.devices) > 1 else contextlib.nullcontext():
+        with start_lock(placement.devices):
             result, new = run(_stored_values(state), placed)
             new = gate(state, new, result) if gate else new
         return result, _PlacedState(part if isinstance(part, ReplicatedValues) else StateValues(part) for part in new)
@@ -417,7 +417,7 @@ class CentralExecutor(SpmdExecutor):
             batch = self.placement.place(batch)
             if not isinstance(state, _CentralState):
                 state = _CentralState(jax.device_put(without_aliases(state), self._home))
-            with dispatch_lock if len(self.placement.devices) > 1 else contextlib.nullcontext():
+            with start_lock(self.placement.devices):
                 return run(state, batch)
 
         return placed

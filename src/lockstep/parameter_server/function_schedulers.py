@@ -319,8 +319,9 @@ class WorkerScheduler(SchedulerBase):
 
     def newest_values(self, model: keras.Model) -> AbstractContextManager[None]:
         """See :class:`SchedulerBase`."""
-        is_known = self.is_in_function and self._runner is not None and model is self._model
-        return self._runner.newest_values() if is_known and self._runner else nullcontext()
+        if self._runner is not None and self.is_in_function and model is self._model:
+            return self._runner.newest_values()
+        return nullcontext()
 
     def push(self, model: keras.Model, gradients: Sequence[Any]) -> None:
         """See :class:`SchedulerBase`."""
