@@ -15,7 +15,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from lockstep._errors import LockstepError, OptionError, whole_number
+from lockstep._errors import CheckpointError, LockstepError, OptionError, whole_number
 from lockstep._version import __version__
 from lockstep.launch.job_scripts import JOB_SCRIPTS
 from lockstep.launch.launch_config import LaunchConfig
@@ -437,7 +437,12 @@ def _sign(options: argparse.Namespace) -> int:
     if key is None:
         raise OptionError(f"{KEY_FILE} is not set. Fix: have it name the file of a key.")
     for path in checkpoints_of(options.directory):
-        sign(path, key)
+        try:
+            sign(path, key)
+        except CheckpointError:
+            if not path.exists():  # See _verify.
+                continue
+            raise
         print(f"{path.name}: signed")
     return 0
 

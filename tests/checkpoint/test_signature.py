@@ -3,6 +3,7 @@
 import hashlib
 import hmac
 import json
+import shutil
 
 import pytest
 
@@ -101,6 +102,18 @@ def test_verify_and_sign_know_the_key(use_key, tmp_path, capsys):
     assert_equal(CheckpointStore(folder).newest(), small(8))
     use_key(None)
     assert cli.main(["checkpoint", "verify", folder]) == 0
+
+
+def test_a_checkpoint_that_a_job_removes_meanwhile_is_left_out(use_key, tmp_path, capsys, monkeypatch):
+    use_key(None)
+    store = store_in(tmp_path / "run", 7, 8)
+    oldest, newest = store.paths()
+    use_key(OURS)
+    monkeypatch.setattr(
+        "lockstep.tools.checkpoints.checkpoints_of", lambda _: shutil.rmtree(oldest) or [oldest, newest]
+    )
+    assert cli.main(["checkpoint", "sign", str(tmp_path / "run")]) == 0
+    assert capsys.readouterr().out == f"{newest.name}: signed\n"
 
 
 def test_a_damaged_checkpoint_is_not_signed(use_key, tmp_path):

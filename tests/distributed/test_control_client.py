@@ -291,10 +291,14 @@ def test_a_worker_that_stays_learns_of_a_failure(first):
         assert not staying.is_alive()
 
 
-@pytest.mark.parametrize("step", ["seven", None, float("inf"), []])
-def test_a_worker_that_sends_nonsense_has_died_and_ends_no_other_thread(step):
+@pytest.mark.parametrize(
+    "nonsense",
+    [*({"step": step} for step in ("seven", None, float("inf"), [])), {"step": 1, "metadata": [1]}],
+    ids=str,
+)
+def test_a_worker_that_sends_nonsense_has_died_and_ends_no_other_thread(nonsense):
     with ThreadedJob(2) as job:
-        job.sessions[1]._send({"kind": "heartbeat", "step": step})
+        job.sessions[1]._send({"kind": "heartbeat", "activity": "a step", "seconds": 0.0} | nonsense)
         wait_until(lambda: all(job.failures), "a failure on each worker")
         (failure,) = job.failures[0]
         assert (failure.kind, failure.worker) == (FailureKind.DIED, 1)

@@ -225,6 +225,7 @@ class LocalWorkers:
         if number not in STOP_SIGNALS:
             if number == signal.SIGUSR1 and self._shutdown.announced_at is None:
                 self._shutdown.announced_at = time.monotonic()
+                self._losses.stop_restarting()
             self._send(number)
             return
         self._shutdown.is_requested = True

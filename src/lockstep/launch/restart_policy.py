@@ -70,6 +70,7 @@ class WorkerLossPolicy:
         self.tolerated: set[WorkerProcess] = set()
         self._lost: set[ProcessName] = set()  # Lost for good: no restart was left.
         self._restart_at: dict[ProcessName, float] = {}  # On the monotonic clock.
+        self._is_ending = False
 
     def fatal(self, failures: Iterable[ProcessFailure]) -> list[ProcessFailure]:
         """Return those of the failures that end the job."""
@@ -88,6 +89,12 @@ class WorkerLossPolicy:
             del self._restart_at[process]
             self._start(process)
 
+    def stop_restarting(self) -> None:
+        """Restart no worker from now on, as the job is about to end."""
+        self._is_ending = True
+        self._lost.update(self._restart_at)
+        self._restart_at.clear()
+
     def deadlines(self, workers: Sequence[WorkerProcess]) -> list[float]:
         """Return the times at which ``update`` will have something to do, on the monotonic clock."""
         failures = (worker.failure for worker in workers if worker not in self.tolerated)
@@ -98,7 +105,7 @@ class WorkerLossPolicy:
         return failure.process in self._expendable and failure.code not in _FINAL
 
     def _on_loss(self, failure: ProcessFailure, now: float) -> None:
-        restart = self._restarts.take()
+        restart = None if self._is_ending else self._restarts.take()
         if restart is not None:
             seconds = backoff_seconds(restart)
             self._restart_at[failure.process] = now + seconds

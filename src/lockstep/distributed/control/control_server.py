@@ -302,7 +302,7 @@ class ControlServer:
     def _on_heartbeat(self, worker: _WorkerRecord, message: dict[str, Any]) -> None:
         worker.step, worker.activity = int(message["step"]), str(message["activity"])
         worker.since = worker.heard - float(message["seconds"])
-        metadata = message.get("metadata", worker.metadata)
+        metadata = dict(message.get("metadata", worker.metadata))
         worker.metadata = {str(name): float(value) for name, value in metadata.items()}
 
     def _on_call(self, worker: _WorkerRecord, message: dict[str, Any]) -> None:
