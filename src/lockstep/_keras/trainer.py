@@ -1,4 +1,4 @@
-"""Keras's trainer and data adapters: what ``fit`` calls, what it reads, and how Lockstep takes its place.
+"""Keras's trainer and data adapters: what ``fit`` calls (``make_train_function``), what it reads, and how Lockstep replaces it.
 
 Undocumented parts, as of Keras 3.15: ``make_*_function`` and the attributes ``train_function``, ``test_function`` and
 ``predict_function``; ``_symbolic_build``, and what it calls to build a model from shapes; ``_jax_state``, the values that ``jax_state_sync`` writes back into variables, and

@@ -1,4 +1,4 @@
-"""All processes of a job, as a call of ``fit`` and its input see them; this base class is a job of one process.
+"""What a call of ``fit`` and its input ask of the other processes of a job; this base class is a job of one process.
 
 For several processes: :class:`lockstep.distributed.worker_process_group.WorkerProcessGroup`.
 """

@@ -1,4 +1,4 @@
-"""Logical CPU devices and the threads on which XLA runs them.
+"""Logical CPU devices and the number of threads on which XLA runs them, which are set before JAX starts.
 
 XLA runs all CPU devices of a process on one pool of max(cores, devices) threads, and a collective blocks the thread
 that it runs on. With too few threads two devices wait for each other forever (XLA aborts the process after 40 s).

@@ -1,4 +1,4 @@
-"""What is compared between workers: versions and script, random state, the model, the batches, and the variables every few steps.
+"""What is compared between workers: versions and script, random state, the model, the batches, and checksums of the variables.
 
 Each comparison is a call of ``ControlClient.agree``, which names the workers that differ and the first difference.
 """

@@ -1,4 +1,4 @@
-"""Split one call of a model into calls for replicas, and join their results into those of the whole batch.
+"""Split the forward call of a model into calls for replicas, and join their results into those of the whole batch.
 
 A call is split if ``rowwise/`` proves that each row of each result depends only on its own row of the batch, or that a result
 is a mean over the rows or independent of them. Otherwise, or if the model does not run on a part of its batch, the model runs

@@ -1,8 +1,5 @@
-"""Jaxpr utilities: evaluate a jaxpr with replaced equations, extract a subprogram, inline calls that contain a primitive, count
-operations, and name the line of the user's program that an operation comes from.
-"""
+"""Jaxpr utilities: evaluate with replaced equations, extract a subprogram, inline calls, name the user's line of an operation."""
 
-import math
 import os
 import re
 import sysconfig
@@ -105,52 +102,6 @@ def constants_within(params: Mapping[str, Any]) -> Iterator[Any]:
             yield from (atom.val for atom in atoms if isinstance(atom, Literal) and np.ndim(atom.val))
             for equation in jaxpr.eqns:
                 yield from constants_within(equation.params)
-
-
-def operations_of_products(jaxpr: Jaxpr, *, is_repeated: bool) -> float:
-    """Return the floating-point operations of all matrix products and convolutions, where padding counts as numbers.
-
-    Args:
-        jaxpr: the program.
-        is_repeated: whether the body of a loop counts as often as it runs, or as often as it is in the compiled program. The result is infinite
-            if products are in a loop that ends at a condition.
-    """
-    total = 0.0
-    for equation in jaxpr.eqns:
-        name, params = equation.primitive.name, equation.params
-        if name in _OPERATIONS:
-            arrays: list[Any] = [*equation.invars[:2], *equation.outvars]
-            total += _OPERATIONS[name](params, *(array.aval.shape for array in arrays))
-        elif name != "pallas_call":  # a custom kernel
-            inner = [operations_of_products(one, is_repeated=is_repeated) for one in jaxprs_in_params(params)]
-            found = max(inner, default=0.0) if name == "cond" else sum(inner)
-            total += found * _repetitions(equation, is_repeated) if found else 0.0
-    return total
-
-
-def _of_dot(params: dict[str, Any], left: Sequence[int], right: Sequence[int], out: Sequence[int]) -> float:
-    (contracted, _), _ = params["dimension_numbers"]
-    return 2.0 * math.prod(out) * math.prod(left[axis] for axis in contracted)
-
-
-def _of_convolution(params: dict[str, Any], left: Sequence[int], right: Sequence[int], out: Sequence[int]) -> float:
-    _, *summed = params["dimension_numbers"].rhs_spec  # channels of the input, then the window
-    return 2.0 * math.prod(out) * math.prod(right[axis] for axis in summed) / math.prod(params["lhs_dilation"])
-
-
-_OPERATIONS = {"dot_general": _of_dot, "conv_general_dilated": _of_convolution}
-
-
-def _repetitions(equation: JaxprEqn, is_repeated: bool) -> float:
-    """Return how often the body of an equation runs; or how often it is in the program: a scan joins ``unroll`` rounds, and then the rest."""
-    if equation.primitive.name == "while":
-        return math.inf if is_repeated else 1
-    if equation.primitive.name != "scan":
-        return 1
-    length, joined = equation.params["length"], equation.params["unroll"]
-    if is_repeated or not 0 < joined < length:
-        return int(length)
-    return int(joined + length % joined)
 
 
 def _body(equation: JaxprEqn, refuse: Callable[[str], Any]) -> ClosedJaxpr:

@@ -1,4 +1,4 @@
-"""Programs for the devices: one ``shard_map`` over all, or one compiled program that each device runs by itself.
+"""Programs for the devices, which all-reduce gradients: one ``shard_map`` over all, or one compiled program that each device runs alone.
 
 XLA compiles a program over several devices with other passes than a program of one device, and the results may differ in bits. So
 everything that rounds is compiled here for a single device, once for each of them, and the devices run it side by side.

@@ -1,4 +1,4 @@
-"""The loop over the steps of one call of Keras's functions, with the hooks around each step; what the error of a failed step says.
+"""The loop over the steps of one call: one step after the other with hooks, or ``steps_per_execution`` of them as one scan; failed steps.
 
 Keras calls the function once a step, or once for ``steps_per_execution`` steps; callbacks run between two calls. The order within a
 step: ``on_fetch``, the next batch, ``on_step_start``, the step or its replacement, ``on_step_end``. On accelerators, and without hooks, the

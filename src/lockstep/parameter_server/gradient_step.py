@@ -1,4 +1,4 @@
-"""One gradient step on servers: the rows of each part of a batch, and the gradients that a worker computes."""
+"""One gradient step on servers: how a batch is cut into parts of rows, and the gradients that a worker computes."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

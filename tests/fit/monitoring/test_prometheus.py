@@ -15,7 +15,8 @@ import pytest
 
 from lockstep import OptionError
 from lockstep.callbacks import BackupAndRestore, PrometheusExporter
-from lockstep.fit.monitoring.step_timer import Attachment, FlopCounter, StepTimer
+from lockstep.fit.monitoring.flops import FlopCounter
+from lockstep.fit.monitoring.step_timer import Attachment, StepTimer
 
 from .runs import BATCH, STEPS, built, fit
 

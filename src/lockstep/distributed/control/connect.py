@@ -1,4 +1,4 @@
-"""Join a job: connect to the chief, run the handshake, and wait until all workers have joined."""
+"""Join a job: connect to the chief, and wait until all workers have joined."""
 
 import os
 import socket

@@ -1,4 +1,4 @@
-"""The handshake of every connection, and the peer that it identifies.
+"""The handshake of every connection: nonces, proofs of the secret, and the peer that it identifies.
 
 The client sends ``hello`` with a nonce. The server answers with a ``challenge``: its own nonce and a proof that it knows the job's
 secret. The client sends ``join`` with its :class:`Peer` and its own proof, which includes that. Then the server decides whether to

@@ -1,4 +1,4 @@
-"""Limits of the waits for other workers."""
+"""Limits of the waits for other workers, in seconds, and their defaults."""
 
 from dataclasses import dataclass
 

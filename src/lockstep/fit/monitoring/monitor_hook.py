@@ -32,10 +32,10 @@ from lockstep.distributed.control.heartbeat import WorkerStatus
 from lockstep.execution.step_hooks import StepHook
 from lockstep.fit.checkpointing.backup_and_restore import BackupAndRestore
 from lockstep.fit.fit_hooks import FitContext, single_callback
+from lockstep.fit.monitoring.flops import FlopCounter
 from lockstep.fit.monitoring.step_timer import (
     Attachment,
     FitProgress,
-    FlopCounter,
     MonitorCallback,
     StepTimer,
     ThroughputMonitor,

@@ -1,16 +1,10 @@
-"""Time of steps and its parts, throughput, and model FLOPs utilization.
-
-A step is counted once, from shapes alone: Keras's own step for one device on the whole batch is traced and lowered, not compiled, and XLA adds
-up its operations (``jax.stages.Lowered.cost_analysis``). XLA counts a loop as if it ran once: the matrix products and convolutions of its other
-rounds are added. Operations that are repeated to save memory, or on several devices, thus count once, as in https://arxiv.org/abs/2204.02311,
-appendix B. Programs that XLA cannot analyze (library kernels and custom kernels) count as nothing.
+"""Time of steps and its parts, throughput, and model FLOPs utilization, whose operations ``flops.py`` counts.
 
 Steps run on the devices while the host starts the next ones, so the host cannot time a single step. It measures spans: from the first
 fetch after a pause to the next pause, when the devices have done all steps that were started. Validation, callbacks at the end of an
 epoch and steps that are compiled are pauses. Within a span nothing waits for the devices.
 """
 
-import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -22,84 +16,9 @@ import keras
 import numpy as np
 
 from lockstep._errors import outside_of_strategy, real_number, whole_number
-from lockstep.devices.peak_flops import peak_of
-from lockstep.devices.placement import is_rows, placement_on
-from lockstep.execution.executors import EagerExecutor
-from lockstep.execution.jaxpr_utils import operations_of_products
-from lockstep.execution.step_functions import StepFunctions
+from lockstep.devices.placement import is_rows
 from lockstep.execution.step_hooks import StepHook
-
-
-def flops_of_step(model: keras.Model, state: Any, batch: Any) -> float | None:
-    """Return the floating-point operations of a training step.
-
-    None if they cannot be counted: the step is not compiled or has operations for accelerators only, such as the fused attention of GPUs, or
-    matrix products are in a loop that ends at a condition.
-
-    Args:
-        model: a compiled model.
-        state: state of its training, or the shapes of one.
-        batch: as placed on the devices, or its shapes.
-    """
-    device = _counting_device()
-    alone = placement_on([device], 1)
-    executor = EagerExecutor(device)
-    step = StepFunctions(model, alone, executor, lambda sentence: None).build_step(executor, "train")
-    shapes = tuple([jax.tree.map(_shape, value) for value in part] for part in state)
-    try:
-        with jax.default_device(device):
-            traced = jax.jit(step).trace(shapes, _shapes(batch))
-            found = traced.lower().cost_analysis()
-    except Exception:  # A step that needs values (run_eagerly), or an operation that JAX has for accelerators only.
-        return None
-    flops = found.get("flops", 0.0) if isinstance(found, dict) else 0.0
-    often, once = (operations_of_products(traced.jaxpr.jaxpr, is_repeated=repeated) for repeated in (True, False))
-    return float(flops + often - once) if flops > 0 and math.isfinite(often) else None
-
-
-def _counting_device() -> jax.Device:
-    """Return a CPU, if JAX may use it: the plugins of accelerators do not analyze programs that are not compiled."""
-    try:
-        return jax.local_devices(backend="cpu")[0]
-    except RuntimeError:
-        return jax.local_devices()[0]
-
-
-class FlopCounter(StepHook):
-    """Counts the operations of the first training step, if a callback needs them.
-
-    Attributes:
-        is_wanted: whether they are to be counted.
-        per_row: operations of a step for each row of its batch; None if unknown.
-        peak: operations a second that one device can do at most; None if unknown.
-    """
-
-    def __init__(self) -> None:
-        self.is_wanted = False
-        self.peak: float | None = None
-        self.per_row: float | None = None
-        self._batch: Any = None
-
-    def on_step_start(self, model: keras.Model, kind: str, batch: Any) -> None:
-        """See :class:`StepHook`."""
-        if self.is_wanted and kind == "train":
-            self._batch = _shapes(batch)
-
-    def on_step_end(self, model: keras.Model, kind: str, state: Any, logs: Any) -> None:
-        """See :class:`StepHook`."""
-        leaves = jax.tree.leaves(self._batch)
-        if self.is_wanted and kind == "train" and leaves:
-            self.is_wanted, flops = False, flops_of_step(model, state, self._batch)
-            self.per_row = flops / leaves[0].shape[0] if flops else None
-
-
-def _shapes(batch: Any) -> Any:
-    return jax.tree.map(_shape, batch, is_leaf=is_rows)
-
-
-def _shape(value: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(np.shape(value), value.dtype)
-
+from lockstep.fit.monitoring.flops import FlopCounter, peak_of
 
 _COMPILED = 2  # so many steps of a shape are compiled: the second gets its state from the first, in another form
 _OTHERS = {"test": "validation", "predict": "prediction"}

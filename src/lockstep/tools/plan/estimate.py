@@ -32,7 +32,7 @@ from lockstep.execution.model_parallel.model_shardings import MeshAxes, MeshOpti
 from lockstep.execution.step_functions import StepFunctions
 from lockstep.execution.variable_layout import ModelLayout, VariableLayout, layout_notes, layout_of
 from lockstep.execution.variable_shards import Recompute, Shard
-from lockstep.fit.monitoring.step_timer import flops_of_step
+from lockstep.fit.monitoring.flops import flops_of_step
 from lockstep.tools.plan.hardware import Target
 from lockstep.tools.plan.hlo import collectives, memory_traffic
 

@@ -1,7 +1,4 @@
-"""Results of a scaling run, their numbers as text, and the table of the report.
-
-The table has speed-up, efficiency and shares of a step, and recommends which setting to take.
-"""
+"""Results of a scaling run: speed-up, efficiency and shares of a step, which setting is recommended, and the rows of the table."""
 
 import math
 import statistics

@@ -1,4 +1,4 @@
-"""A scaling report for the terminal: table, prediction and recommendation."""
+"""How a scaling report is printed in a terminal."""
 
 import io
 import shutil
