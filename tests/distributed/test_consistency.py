@@ -1,5 +1,6 @@
 """What workers compare, without processes."""
 
+import random
 import sys
 from types import SimpleNamespace
 
@@ -36,6 +37,29 @@ def test_both_parts_of_complex_numbers_are_compared():
         told(placement.put([KERNEL.astype("complex64") + change, BIAS]), placement) for change in (0, 1, 1j)
     )
     assert first not in others
+
+
+def test_a_generator_that_is_alike_on_all_workers_keeps_its_state():
+    """A program that gives only NumPy a seed has its numbers, whatever the other generators have drawn."""
+
+    def gather(topic, own):
+        return [own, own | {"random": "other"}] if topic == "random numbers" else [own, own]
+
+    agrees = SimpleNamespace(agree=lambda *_: None, gather=gather, broadcast=lambda topic, seed: seed)
+    state, said = random.getstate(), []
+    try:
+        np.random.seed(7)
+        random.seed(7)
+        expected = [random.random(), np.random.normal()]
+        np.random.seed(7)
+        random.seed(7)
+        agree_on_random_state(agrees, said.append)
+        drawn = [random.random(), np.random.normal()]
+    finally:
+        random.setstate(state)
+    assert drawn[1] == expected[1]
+    assert drawn[0] != expected[0]
+    assert said == ["no seed was set before the strategy (random); all workers get one from worker 0"]
 
 
 class _Torch:

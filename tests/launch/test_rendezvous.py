@@ -2,6 +2,7 @@
 
 import json
 import socket
+import threading
 from dataclasses import asdict, replace
 from unittest.mock import Mock
 
@@ -310,6 +311,28 @@ def test_nodes_that_are_heard_for_a_day_stay():
     for _ in range(60):
         rendezvous.wait(1.5)
     assert rendezvous.ends()[1] == 75
+
+
+def test_a_node_that_sends_nonsense_is_lost_and_the_server_goes_on():
+    rendezvous = Rendezvous((2, 2))
+    own = Peer(0, 1, "here", 1, information={"rank": 0, "host": "here", "port": 500})
+    server = RendezvousServer(rendezvous.job, own, socket.create_server(("127.0.0.1", 0)), None, print)
+    server_end, client_end = socket.socketpair()
+    other = FramedSocket(client_end)
+    server._loop.call(lambda: server._add(FramedSocket(server_end), NodeInfo("there", 1, 1, "there", 500)))
+    other.send(
+        encode(
+            {"kind": "ended", "code": float("inf"), **dict.fromkeys(("is_consequence", "is_final", "leaves"), False)}
+        )
+    )
+    while other.wait(10) is not None:
+        pass
+    other.close()
+    answered = threading.Event()
+    server._loop.call(answered.set)
+    assert answered.wait(10)
+    server.stop(75, "")
+    server.connection.close()
 
 
 def test_other_nodes_learn_why_node_0_ended_though_it_ends_before_its_message_is_read():

@@ -5,6 +5,7 @@ The methods are replaced on the model, not on its class: they wrap the input in 
 
 import functools
 import inspect
+import itertools
 import math
 import sys
 import traceback
@@ -131,13 +132,15 @@ class FitWrapper:
 
     def _checked_on_batch(self, model: keras.Model, name: str) -> Callable[..., Any]:
         """Return a method for one batch that first checks its data."""
-        original = getattr(type(model), name)
+        original, calls = getattr(type(model), name), itertools.count()
         signature = inspect.signature(original)
 
         @functools.wraps(original)
         def method(*args: Any, **kwargs: Any) -> Any:
             call = signature.bind(model, *args, **kwargs)
             check_call(name, call.arguments)
+            batch = [call.arguments.get(part) for part in ("x", "y", "sample_weight", "class_weight")]
+            self._process_group.compare_batch(name, next(calls), batch)
             with self._around_call(model, name, call.arguments):
                 result = original(*call.args, **call.kwargs)
             self._process_group.end_steps()

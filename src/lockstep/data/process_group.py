@@ -75,6 +75,13 @@ class ProcessGroup:
             ClusterError: one does not.
         """
 
+    def compare_batch(self, call: str, number: int, batch: Any) -> None:
+        """Check that all processes give a method such as ``train_on_batch`` the same batch; ``number`` counts its calls from 0.
+
+        Raises:
+            ClusterError: one does not.
+        """
+
     def worker_statuses(self) -> list[Any]:
         """Return the statuses in the newest heartbeats of all processes; an empty list on workers, and for one process."""
         return []

@@ -19,7 +19,7 @@ import numpy as np
 from jax import lax
 
 from lockstep._keras import trainer
-from lockstep._logging import CancelledError
+from lockstep._logging import CancelledError, listed
 from lockstep._version import used_versions
 from lockstep.data.resumable_iterator import digest_of_batch
 from lockstep.devices.placement import Placement, is_spread
@@ -31,6 +31,10 @@ _FIX = (
     "Every worker must read the same data in the same order and takes its own rows of them. Fix: give shuffling a seed "
     "(torch.manual_seed for a DataLoader), or let each worker bring its own data with distribute_datasets_from_function."
 )
+_SEEDED: dict[str, Callable[[int], None]] = {
+    "random": random.seed,
+    "numpy.random": np.random.seed,
+}  # by the name in messages
 _UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
 
 
@@ -59,7 +63,7 @@ class BatchComparison:
         Raises:
             ClusterError: a worker has read another batch, or its pass has another length.
         """
-        is_compared = number < _FIRST or number % _EVERY == 0 or number + 1 == self._length
+        is_compared = _is_compared(number) or number + 1 == self._length
         if self._length is not None and not is_compared and batch is not None:
             return
         found = "the end" if batch is None else digest_of_batch(batch) if is_compared else _rows_of(batch)
@@ -71,6 +75,20 @@ class BatchComparison:
     def close(self) -> None:
         """End the pass."""
         self._client.forget(self._channel)
+
+
+def compare_batch(client: ControlClient, call: str, number: int, batch: Any) -> None:
+    """Compare the batch of the ``number``-th call of a method such as ``train_on_batch``, which is given it by the program.
+
+    Raises:
+        ClusterError: a worker has another batch, or makes another call.
+    """
+    if _is_compared(number):
+        client.agree(f"call {number + 1} of {call}()", digest_of_batch(batch), fix=_FIX)
+
+
+def _is_compared(number: int) -> bool:
+    return number < _FIRST or number % _EVERY == 0
 
 
 def _rows_of(batch: Any) -> str:
@@ -93,7 +111,7 @@ def _script() -> str | None:
 def agree_on_random_state(client: ControlClient, log: Callable[[str], None]) -> None:
     """Check that every worker draws the same random numbers, for weights and for the order of rows.
 
-    If no seed was set, all workers get one from the chief.
+    Generators that have no seed, or another one on each worker, get one from the chief; the others stay as they are.
 
     Raises:
         ClusterError: workers have set different seeds, or have drawn different numbers since.
@@ -105,10 +123,10 @@ def agree_on_random_state(client: ControlClient, log: Callable[[str], None]) -> 
     if different and trainer.get_random_seed() is not None:
         client.agree("the state of random numbers", own)
     if different:
-        log("no seed was set before the strategy; all workers use the random numbers of worker 0")
-        seed = client.broadcast("a seed", random.getrandbits(32))
-        random.seed(seed)
-        np.random.seed(seed)
+        log(f"no seed was set before the strategy ({listed(different)}); all workers get one from worker 0")
+        seed = client.broadcast("a seed", random.SystemRandom().getrandbits(32))
+        for name in different:
+            _SEEDED[name](seed)
     _agree_on_torch(client, log)
 
 

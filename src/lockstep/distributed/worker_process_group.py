@@ -5,8 +5,9 @@ What they compare is in ``consistency``. They wait for each other in ``control/c
 """
 
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache, wraps
 from itertools import count
 from typing import Any
@@ -25,6 +26,7 @@ from lockstep.data import fit_wrapper
 from lockstep.data.keras_adapter import KerasInput
 from lockstep.data.process_group import ProcessGroup
 from lockstep.devices.placement import DEVICE_AXIS, Placement, is_rows
+from lockstep.distributed import consistency
 from lockstep.distributed.consistency import BatchComparison, DriftCheck, describe_model
 from lockstep.distributed.control.control_client import MAIN, ControlClient
 from lockstep.distributed.control.heartbeat import WorkerStatus
@@ -34,6 +36,12 @@ from lockstep.execution.step_loop import STATE
 
 _PLAIN = (int, float, str, bool, type(None))
 _WRITING = (keras.callbacks.CSVLogger, keras.callbacks.TensorBoard, keras.callbacks.RemoteMonitor)
+_PRINTING = (
+    keras.callbacks.EarlyStopping,
+    keras.callbacks.LearningRateScheduler,
+    keras.callbacks.ModelCheckpoint,
+    keras.callbacks.ReduceLROnPlateau,
+)
 _METADATA = "the metadata of the checkpoint"
 _CHUNK = 1 << 22  # Numbers of 4 bytes of one sum.
 
@@ -66,17 +74,16 @@ class WorkerProcessGroup(ProcessGroup):
             given["batches of validation_data"] = arguments["validation_data"].num_batches
         self._client.agree("the call", call)
         self._client.agree(f"{call}()", {"arguments": given, "model": describe_model(model)})
-        if not self._client.group.is_chief:
-            _disable_output(arguments)
-        if call == "fit":
-            meter = arguments["x"].meter
-            self._client.metadata = lambda: {"waited": meter.waited, "read": meter.read}
-        if not isinstance(arguments.get("callbacks"), keras.callbacks.CallbackList):  # It is used as it is.
-            arguments["callbacks"] = [_EpochEnd(self), *fit_wrapper.callbacks_in(arguments)]
-        try:
-            yield
-        finally:
-            self.end_steps()
+        with nullcontext() if self._client.group.is_chief else _no_output(arguments):
+            if call == "fit":
+                meter = arguments["x"].meter
+                self._client.metadata = lambda: {"waited": meter.waited, "read": meter.read}
+            if not isinstance(arguments.get("callbacks"), keras.callbacks.CallbackList):  # It is used as it is.
+                arguments["callbacks"] = [_EpochEnd(self), *fit_wrapper.callbacks_in(arguments)]
+            try:
+                yield
+            finally:
+                self.end_steps()
 
     def end_steps(self) -> None:
         """See the base class."""
@@ -114,6 +121,10 @@ class WorkerProcessGroup(ProcessGroup):
     def agree(self, topic: str, value: Any) -> None:
         """See the base class."""
         self._client.agree(topic, value)
+
+    def compare_batch(self, call: str, number: int, batch: Any) -> None:
+        """See the base class."""
+        consistency.compare_batch(self._client, call, number, batch)
 
     def worker_statuses(self) -> list[WorkerStatus]:
         """See the base class."""
@@ -210,13 +221,23 @@ def _do_nothing(*args: Any, **kwargs: Any) -> None:
     """Replace a method that only the chief runs."""
 
 
-def _disable_output(arguments: dict[str, Any]) -> None:
-    """Have a call of ``fit``, ``evaluate`` or ``predict`` print nothing, and drop Keras's callbacks that only write."""
-    arguments["verbose"] = 0
+@contextmanager
+def _no_output(arguments: dict[str, Any]) -> Iterator[None]:
+    """Have a call print nothing and touch no file, and Keras's callbacks neither: those that only write are dropped."""
+    arguments["verbose"], given = 0, fit_wrapper.callbacks_in(arguments)
     if not isinstance(arguments.get("callbacks"), keras.callbacks.CallbackList):  # It is used as it is.
-        arguments["callbacks"] = [
-            callback for callback in fit_wrapper.callbacks_in(arguments) if not isinstance(callback, _WRITING)
-        ]
+        arguments["callbacks"] = [callback for callback in given if not isinstance(callback, _WRITING)]
+    with ExitStack() as stack:
+        for callback in given:
+            if isinstance(callback, _PRINTING):
+                stack.callback(setattr, callback, "verbose", callback.verbose)
+                callback.verbose = 0
+            if isinstance(
+                callback, keras.callbacks.ModelCheckpoint
+            ):  # It makes a folder for the file that it does not write.
+                stack.callback(setattr, callback, "filepath", callback.filepath)
+                callback.filepath = os.path.basename(callback.filepath)
+        yield
 
 
 def _refuse_backup(arguments: dict[str, Any]) -> None:

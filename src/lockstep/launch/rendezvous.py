@@ -127,7 +127,7 @@ class RendezvousServer:
         try:
             if message["kind"] == "ended":
                 self._send(self._state.record(key, GenerationOutcome.from_message(message)))
-        except (KeyError, TypeError, ValueError) as error:
+        except (ArithmeticError, KeyError, TypeError, ValueError) as error:
             self._connections[key].ended = f"it sent an invalid message ({error!r})"
 
     def _on_close(self, key: int) -> None:

@@ -17,6 +17,8 @@ from lockstep._keras import trainer
 from lockstep._keras.graph import layers_of
 from lockstep.custom_loops.strategy_api import StrategyApi
 from lockstep.data.fit_wrapper import FitWrapper, check_call
+from lockstep.data.process_group import ProcessGroup
+from lockstep.data.resumable_iterator import digest_of_batch
 from lockstep.data.sources import check_data
 from lockstep.devices.names import device_name, listed_devices
 from lockstep.devices.placement import Placement, count_rows, gather_on_host, local_values
@@ -34,6 +36,7 @@ class Diagnostics(StrategyApi):
     """Base of the strategies: checks of the machine and of a program."""
 
     _fit_wrapper: FitWrapper
+    _process_group: ProcessGroup
     _shards_variables: bool
     scope: Callable[[], contextlib.AbstractContextManager[Any]]
     _functions_of: Callable[[keras.Model], StepFunctions]
@@ -78,6 +81,7 @@ class Diagnostics(StrategyApi):
             if part is not None or name == "x":
                 check_data(f"self_check: {name}", part, is_arrays=True)
         count_rows((x, y, sample_weight))
+        self._process_group.agree("self_check()", {"batch": digest_of_batch((x, y, sample_weight))})
         placements = [self._placement, self._placement]
         if len(self._placement.devices) > 1 and self._deterministic:
             placements.append(self._placement.on_first_device())
@@ -139,6 +143,7 @@ class Diagnostics(StrategyApi):
         }
         data = (x, y, sample_weight)
         check_call("doctor", {"x": x, "y": y, "sample_weight": sample_weight} | options)
+        self._process_group.agree("doctor()", {"batch_size": batch_size, "steps_per_epoch": steps_per_epoch})
         return examine_fit(self, FitCall(model, *data, options, fit_at=calling_location()))
 
     def _reference_scope(self) -> contextlib.AbstractContextManager[Any]:

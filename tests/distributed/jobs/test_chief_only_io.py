@@ -11,7 +11,13 @@ pytestmark = pytest.mark.xdist_group(__name__)
 
 WRITTEN = {
     *("epoch-1.keras", "epoch-2.keras", "last.weights.h5", "model.keras", "model.weights.h5", "second.keras"),
-    *("log.csv", "one-0.csv", "own-0.keras", "own-1.keras"),  # What is in no strategy's scope every worker writes.
+    *(
+        "runs",
+        "log.csv",
+        "one-0.csv",
+        "own-0.keras",
+        "own-1.keras",
+    ),  # What is in no strategy's scope every worker writes.
 }
 
 

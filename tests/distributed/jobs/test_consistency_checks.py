@@ -129,6 +129,11 @@ DIFFERENT = {
     "call": "'the call': WHO: it has \"evaluate\", ",
     "evaluate": "'evaluate()': WHO in 'model.variables.sequential/dense_1/bias': it has ",
     "predict": "'predict()': WHO in 'model.variables.sequential/dense_1/bias': it has ",
+    "train_on_batch": "'call 1 of train_on_batch()': WHO: it has ",
+    "test_on_batch": "'call 1 of test_on_batch()': WHO: it has ",
+    "predict_on_batch": "'call 1 of predict_on_batch()': WHO: it has ",
+    "self_check": "'self_check()': WHO in 'batch': it has ",
+    "doctor": "'doctor()': WHO in 'batch_size': it has 9, ",
 }
 
 

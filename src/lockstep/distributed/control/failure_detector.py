@@ -48,7 +48,8 @@ _FIXES = {
     FailureKind.DIED: f"Fix: see the end of its output; a process that the system killed for lack of memory prints nothing. {_AGAIN}",
     FailureKind.SILENT: f"Fix: check that process, its machine and the network. {_AGAIN}",
     FailureKind.STUCK: "Fix: see the stacks in its output; if it was only slow, raise CommunicationOptions(timeout_seconds=…).",
-    FailureKind.LEFT: "Fix: give all workers the same number of epochs and of batches.",
+    FailureKind.LEFT: "Fix: give all workers the same number of epochs and of batches, and have callbacks "
+    "stop training after the same step on all.",
     FailureKind.FAILED: "",  # What it raised says it.
 }
 

@@ -63,4 +63,11 @@ tell(
     predict=told(lambda: model.predict(x, verbose=0)),
 )
 model.layers[-1].bias.assign([0.0])
+tell(
+    train_on_batch=told(lambda: model.train_on_batch(x + ODD, y)),
+    test_on_batch=told(lambda: model.test_on_batch(x, y, sample_weight=y[:, 0] + ODD)),
+    predict_on_batch=told(lambda: model.predict_on_batch(x + ODD)),
+    self_check=told(lambda: strategy.self_check(model, x + ODD, y)),
+    doctor=told(lambda: strategy.doctor(model, x, y, batch_size=8 + ODD)),
+)
 tell(nothing=fitted(model))

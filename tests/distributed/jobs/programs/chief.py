@@ -27,6 +27,7 @@ with strategy.scope():
 callbacks = [
     Names(),
     keras.callbacks.ModelCheckpoint(folder / "epoch-{epoch}.keras"),
+    keras.callbacks.ModelCheckpoint((folder if strategy.is_chief else Path(__file__)) / "runs" / "{epoch}.keras"),
     keras.callbacks.ModelCheckpoint(folder / "last.weights.h5", save_weights_only=True, save_freq=1),
     keras.callbacks.CSVLogger(folder / "log.csv"),
 ]
