@@ -212,6 +212,23 @@ class EncoderDecoder(keras.Model):
         return {"loss": loss}, (trainable, others, optimizer, metrics)
 
 
+class ReadsOutputsInOrder(keras.Model):
+    """Its loss reads a dict in the order in which the call wrote it, and a number of Python."""
+
+    def __init__(self):
+        super().__init__()
+        self.mean, self.log_variance = layers.Dense(1), layers.Dense(1)
+
+    def call(self, x):
+        return {"mean": self.mean(x), "log_variance": self.log_variance(x), "count": 2}
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        mean, log_variance, count = y_pred.values()
+        for _ in range(count):
+            mean = ops.tanh(mean)
+        return ops.mean(log_variance + ops.square(y - mean) * ops.exp(-log_variance))
+
+
 class Counting(layers.BatchNormalization):
     """Counts rows besides, in training, in a variable without an aggregation."""
 
@@ -349,6 +366,7 @@ CASES = {
     "a count of calls in an attribute": (CountsCalls, X),
     "a kept tensor with a mask": (KeepsMasked, TOKENS),
     "a masked input of a model": (EncoderDecoder, TOKENS),
+    "a dict of outputs that is read in order": (ReadsOutputsInOrder, X),
     "a subclass of BatchNormalization": (sequential(Counting), X),
     "a frozen embedding that a layer changes": (sequential(lambda: QuantizesVectors(True)), X),
     "a weight that was frozen later": (sequential(lambda: QuantizesVectors(False)), X),
@@ -374,9 +392,10 @@ def trained(make, data, scope, rows=ROWS, **options):
     keras.utils.set_random_seed(0)
     with scope:
         model = make()
-        model.compile(keras.optimizers.SGD(0.05), None if isinstance(model, EncoderDecoder) else "mse", **options)
+        has_own_loss = isinstance(model, (EncoderDecoder, ReadsOutputsInOrder))
+        model.compile(keras.optimizers.SGD(0.05), None if has_own_loss else "mse", **options)
     losses = model.fit(data[:rows], Y[:rows], batch_size=BATCH, epochs=2, shuffle=False, verbose=0).history["loss"]
-    predicted = [] if isinstance(model, EncoderDecoder) else [model.predict(data[:rows], batch_size=BATCH, verbose=0)]
+    predicted = [] if has_own_loss else [model.predict(data[:rows], batch_size=BATCH, verbose=0)]
     return [*model.get_weights(), losses, *predicted]
 
 
@@ -463,6 +482,53 @@ def test_what_depends_on_no_other_row_is_split(name, caplog):
     with caplog.at_level("INFO", logger="lockstep"):
         trained(CASES[name][0], X, lockstep.MirroredStrategy(["cpu:0", "cpu:1"]).scope())
     assert "global batch" not in caplog.text
+
+
+class CallsWith(keras.Model):
+    """Its train step calls it with arguments of its own; each replica normalizes its own rows."""
+
+    def __init__(self, arguments):
+        super().__init__()
+        self.arguments, self.dense = arguments, layers.Dense(1)
+        self.normalize = layers.BatchNormalization()
+
+    def call(self, time, x=None, training=False):
+        time, x = (0.0, time) if x is None else (time, x)
+        return self.dense(self.normalize(x, training=training)) + time
+
+    def train_step(self, state, data):
+        trainable, non_trainable, optimizer, metrics = state
+        x, y = data[:2]
+
+        def loss(trainable):
+            args, kwargs = self.arguments(x)
+            found, changed = self.stateless_call(trainable, non_trainable, *args, training=True, **kwargs)
+            return ops.mean(ops.square(found - y)), changed
+
+        (value, non_trainable), gradients = jax.value_and_grad(loss, has_aux=True)(trainable)
+        trainable, optimizer = self.optimizer.stateless_apply(optimizer, gradients, trainable)
+        return {"loss": value}, (trainable, non_trainable, optimizer, metrics)
+
+
+ARGUMENTS = {
+    "the first": lambda x: ((x,), {}),
+    "after a number": lambda x: ((ops.zeros(()), x), {}),
+    "by keyword": lambda x: ((), {"time": 0.0, "x": x}),
+}
+
+
+def test_rows_are_found_in_any_argument():
+    first, *others = (
+        trained(
+            lambda arguments=arguments: CallsWith(arguments),
+            X,
+            lockstep.MirroredStrategy(["cpu:0"], replicas=2).scope(),
+        )
+        for arguments in ARGUMENTS.values()
+    )
+    for other in others:
+        for ours, theirs in zip(first, other, strict=True):
+            np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=1e-7)
 
 
 class ReturnsWholeNumbers(layers.Layer):

@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import re
 import shutil
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -417,6 +418,34 @@ def test_a_synchronized_normalization_does_not_change_the_layout():
         return keras.Sequential([keras.Input((64,)), *stages, layers.Dense(64, name="down")])
 
     assert axes_after_a_step(make) == COLUMNS_THEN_ROWS
+
+
+class TwoViews(keras.Model):
+    """Its train step gives the model one part of x after the other."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = keras.Sequential([keras.Input((5,)), layers.Dense(6, "relu"), layers.Dense(3)])
+
+    def call(self, x):
+        return self.net(x)
+
+    def train_step(self, state, data):
+        trainable, non_trainable, *rest = state
+        one, other = (self.stateless_call(trainable, non_trainable, view)[0] for view in data[0])
+        return {"loss": jnp.mean(jnp.square(one - other))}, (trainable, non_trainable, *rest)
+
+
+def test_nothing_is_shown_of_what_a_model_warns_of_in_the_trace_for_the_layout(recwarn):
+    with lockstep.ModelParallelStrategy({"data": 1, "model": 2}, devices=["cpu:0", "cpu:1"]).scope():
+        model = TwoViews()
+        model.build((None, 5))
+        model.compile("sgd")
+    x = np.ones((8, 5), "float32")
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        model.fit((x, x), batch_size=8, verbose=0)
+    assert [str(one.message) for one in recwarn] == []
 
 
 def test_a_variable_that_a_model_has_no_more_is_forgotten():

@@ -1,4 +1,4 @@
-"""Layers, variables and tensors of a model.
+"""Layers, variables and tensors of a model, and the structure of what its calls take and return.
 
 Undocumented parts, as of Keras 3.15: ``_flatten_layers`` and ``_layers``; the masks that Keras attaches to tensors; the names of seed
 generators' variables; the texts of Keras's exceptions; ``_loss_ids``; ``_operations`` and ``_non_trainable_variables``;
@@ -117,3 +117,37 @@ def cause_of(error: Exception) -> str:
     causes = [line for line in lines if line and not line.startswith("Exception encountered when calling")]
     # Shapes are left out, so that batches of different sizes log one line.
     return re.sub(r" with shape \S+$", "", causes[0]) if causes else type(error).__name__
+
+
+# --- structures --------------------------------------------------------------------------------------------------
+
+
+class _InsertionOrder(dict[Any, Any]):
+    """A dict whose items JAX is to keep in their order: it sorts those of others by their keys."""
+
+
+def _dict_of(keys: Any, values: Any) -> Any:
+    return dict(zip(keys, values, strict=True))
+
+
+jax.tree_util.register_pytree_node(_InsertionOrder, lambda items: (tuple(items.values()), tuple(items)), _dict_of)
+
+
+def flatten_in_order(tree: Any) -> tuple[list[Any], Any]:
+    """Return the leaves and the structure of a tree as ``jax.tree.flatten``, but keep the order of dicts, as a call without JAX does.
+
+    Example:
+        >>> import jax
+        >>> leaves, structure = flatten_in_order({"mean": 1, "log_var": (2, 3)})
+        >>> leaves, jax.tree.unflatten(structure, leaves)
+        ([1, 2, 3], {'mean': 1, 'log_var': (2, 3)})
+    """
+    return jax.tree.flatten(_with_order(tree))
+
+
+def _with_order(tree: Any) -> Any:
+    if type(tree) is dict:
+        return _InsertionOrder({key: _with_order(value) for key, value in tree.items()})
+    if type(tree) in (list, tuple):
+        return type(tree)(map(_with_order, tree))
+    return type(tree)(*map(_with_order, tree)) if isinstance(tree, tuple) and hasattr(tree, "_fields") else tree

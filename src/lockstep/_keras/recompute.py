@@ -16,6 +16,7 @@ import keras
 from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
 from keras.src.backend.common.stateless_scope import get_stateless_scope
 
+from lockstep._keras.graph import flatten_in_order
 from lockstep._keras.layer_attributes import AttributeLeaf, attribute_arrays, set_attribute_leaves
 from lockstep._keras.patches import LAYER_CALL, patched_method
 
@@ -117,7 +118,7 @@ def _recomputed_call(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    leaves, structure = jax.tree.flatten((args, kwargs))
+    leaves, structure = flatten_in_order((args, kwargs))
     arrays = {place: leaf for place, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)}
     known = [variable for variable in layer.variables if scope.get_current_value(variable) is not None]
     values, is_shard = _values_to_keep([(variable, scope.get_current_value(variable)) for variable in known], shards)
@@ -141,7 +142,7 @@ def _recomputed_call(
         others = {key: new for key, new in inner.state_mapping.items() if key not in own_keys}
         others = {key: new for key, new in others.items() if new is not scope.state_mapping.get(key)}
         stored = {place: new for place, new in attribute_arrays(layer).items() if new is not stored_before.get(place)}
-        outputs, found.outputs = jax.tree.flatten(outputs)
+        outputs, found.outputs = flatten_in_order(outputs)
         found.stored, found.others = list(stored), list(others)
         after = [inner.get_current_value(variable) for variable in known]
         changes = [None if new is old else new for new, old in zip(after, before, strict=True)]

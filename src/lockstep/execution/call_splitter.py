@@ -10,7 +10,7 @@ In order of use: :func:`trace_call`, :func:`infer_output_spec`, :func:`split`, :
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ import keras
 import numpy as np
 
 from lockstep._keras.batch_normalization import disable_batch_statistics
-from lockstep._keras.graph import cause_of, get_keras_mask, is_seed, lacks_aggregation, set_keras_mask
+from lockstep._keras.graph import cause_of, flatten_in_order, get_keras_mask, is_seed, lacks_aggregation, set_keras_mask
 from lockstep._keras.layer_attributes import (
     attribute_arrays,
     attribute_numbers,
@@ -100,13 +100,12 @@ class ModelCall:
     ) -> "ModelCall":
         """Describe a call with positional and keyword ``arguments`` after the two lists of values; it returns losses if ``has_losses``.
 
-        Each array among them that has as many entries as the first has ``rows`` is cut like it; if these entries are not rows, the
-        proof fails.
+        The first array with axes has the rows, if ``rows`` are not given. Each array with as many entries is cut like it; if these
+        entries are not rows, the proof fails.
         """
-        leaves, structure = jax.tree.flatten(arguments)
+        leaves, structure = flatten_in_order(arguments)
         if rows is None:
-            inputs = len(jax.tree.leaves(arguments[0][:1]))
-            rows = next((np.shape(leaf)[0] for leaf in leaves[:inputs] if np.ndim(leaf)), 0)
+            rows = next((np.shape(leaf)[0] for leaf in leaves if np.ndim(leaf)), 0)
         masked = tuple(n for n, leaf in enumerate(leaves) if _is_array(leaf) and get_keras_mask(leaf) is not None)
         leaves = [*leaves, *(jnp.asarray(get_keras_mask(leaves[position])) for position in masked)]
         is_cut = [np.ndim(leaf) > 0 and np.shape(leaf)[0] == rows for leaf in leaves]
@@ -147,12 +146,14 @@ class _ResultForm:
 
     Attributes:
         outputs: tree structure of the outputs.
+        constants: the outputs that are numbers of Python, by their positions.
         has_mask: for each output, then each array in ``attributes``, whether it has a Keras mask.
         attributes: where layers store arrays in attributes while they are called; the rest of a step may use these.
         numbers: the numbers that layers store in attributes, likewise, and where.
     """
 
     outputs: Any
+    constants: dict[int, Any]
     has_mask: tuple[bool, ...]
     attributes: tuple[Any, ...]
     numbers: dict[Any, Any]
@@ -255,12 +256,13 @@ def infer_output_spec(call: ModelCall, whole: CallTrace, sizes: set[int]) -> Out
     """
     # JAX traces other operations for one row, as an axis of length 1 may be broadcast: the proof uses another number.
     proved = sorted({size for size in sizes if size > 1} or {2 if call.rows > 2 else 3}, reverse=True)
-    parts = []
+    parts, constants = [], whole.form.constants
     for size in (*proved, *(sizes - {*proved})):
         with _explaining_size(call.rows, size):
             part_call = _trace(call, size)
         _check_numbers(whole.form.numbers, part_call.form.numbers, call.rows, size)
         _check_changed(call.model, whole, part_call)
+        constants = {place: value for place, value in constants.items() if part_call.form.constants.get(place) == value}
         parts.append(part_call.trace)
     shapes = whole.trace.shapes[: len(whole.trace.shapes) - len(whole.averaged)]
     found, allows_padding = [], not whole.has_replica_state
@@ -279,7 +281,8 @@ def infer_output_spec(call: ModelCall, whole: CallTrace, sizes: set[int]) -> Out
             raise CannotSplitError(
                 f"its results for {part.rows} of its rows have other axes of rows than those for all"
             )
-    return OutputSpec(whole.form, found[0], tuple(one.dtype for one in shapes), frozenset(first_state), allows_padding)
+    form = replace(whole.form, constants=constants)
+    return OutputSpec(form, found[0], tuple(one.dtype for one in shapes), frozenset(first_state), allows_padding)
 
 
 def state_merges(call: ModelCall) -> tuple[StateMerge, ...]:
@@ -372,6 +375,7 @@ def join(spec: OutputSpec, result: ReplicaResult) -> tuple[Any, list[Any]]:
         if has_mask:
             set_keras_mask(value, next(masks))
     set_attribute_leaves([*form.attributes, *form.numbers], [*values[count:], *form.numbers.values()])
+    outputs = [form.constants.get(place, value) for place, value in enumerate(outputs)]
     return jax.tree.unflatten(form.outputs, outputs), losses
 
 
@@ -456,13 +460,14 @@ def _run(
     before, numbers_before = attribute_arrays(call.model), attribute_numbers(call.model)
     tree, state, losses = call.make_with(trainable, non_trainable, leaves)
     stored = {place: array for place, array in attribute_arrays(call.model).items() if array is not before.get(place)}
-    outputs, structure = jax.tree.flatten(tree)
+    outputs, structure = flatten_in_order(tree)
+    constants = {place: leaf for place, leaf in enumerate(outputs) if isinstance(leaf, (bool, int, float, complex))}
     read = {id(one): value for one, value in zip(call.model.trainable_variables, trainable, strict=True)}
     read |= {id(one): value for one, value in zip(call.model.non_trainable_variables, state, strict=True)}
     outputs = [read.get(id(leaf), leaf) for leaf in outputs]  # The model may return variables.
     masks = [get_keras_mask(leaf) for leaf in (*outputs, *stored.values())]
     numbers = changed_numbers(numbers_before, attribute_numbers(call.model))
-    form = _ResultForm(structure, tuple(mask is not None for mask in masks), tuple(stored), numbers)
+    form = _ResultForm(structure, constants, tuple(mask is not None for mask in masks), tuple(stored), numbers)
     values = [jnp.asarray(value) for value in (*outputs, *losses, *stored.values())]
     return values, [mask for mask in masks if mask is not None], state, form
 

@@ -16,6 +16,17 @@ class Centred(layers.Layer):
         return x - ops.mean(x, axis=0)
 
 
+class ReversedGamma(layers.Layer):
+    """Draws from a distribution whose parameter is that of another row."""
+
+    def __init__(self):
+        super().__init__()
+        self.seed = keras.random.SeedGenerator(1)
+
+    def call(self, x):
+        return ops.flip(keras.random.gamma(ops.shape(x), alpha=ops.exp(x), seed=self.seed), axis=0)
+
+
 class Picky(layers.Layer):
     def call(self, x):
         if x.shape[0] not in (None, 8):
@@ -61,6 +72,11 @@ def test_a_line_names_operation_layer_and_line_of_code(caplog):
         "Model 'net': it runs on the global batch, and XLA divides the work: it mixes the rows of its batch: "
     )
     assert "sub works on a sum over the rows, layer 'centred', test_fallback.py:" in line
+
+
+def test_numbers_that_are_drawn_with_a_parameter_of_each_row_belong_to_rows(caplog):
+    (line,) = lines_of(caplog, ReversedGamma())
+    assert "rev reverses" in line
 
 
 def steps_of(caplog, train_step):

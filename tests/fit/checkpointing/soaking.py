@@ -179,7 +179,10 @@ class JobSoak:
             assert not attempt.wait([*attempt.processes], START), f"they do not end\n{attempt.said}"
             target = ROLES[self.job].get(role)
             others = [code for name, code in attempt.codes.items() if name != target or not hit]
-            self.found.other_codes += sum(code not in (LOST, 0) for code in others)
+            unexpected = sum(code not in (LOST, 0) for code in others)
+            if unexpected:
+                print(f"{role}, {place}: {attempt.codes}\n{attempt.said}", flush=True)
+            self.found.other_codes += unexpected
             self.found.kills += hit
             self.found.missed += not hit
             self.found.places[f"{role}, {place}"] = self.found.places.get(f"{role}, {place}", 0) + hit

@@ -4,6 +4,7 @@ A model is traced with ``ROWS`` rows, and along each axis that it leaves open wi
 inputs, those axes are open along which it can also be traced with ``LENGTHS[0]`` in place of the length of the batch.
 """
 
+import warnings
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -56,6 +57,8 @@ class ModelInputs:
     def trace(self, forward: Callable[[Any, Any], Any], values: Any) -> ClosedJaxpr:
         """Trace a function of ``values``, a tree of arrays or of their shapes and types, and of the inputs.
 
+        Nothing that the model warns of is shown: some lengths are none that it will get.
+
         Raises:
             Exception: of the model, of any type: it takes none of the lengths.
         """
@@ -68,8 +71,9 @@ class ModelInputs:
 
         choices = [(length, rows) for length in LENGTHS for rows in (ROWS, None)]
         tried = dict.fromkeys(tuple(leaf.filled(*choice) for leaf in leaves) for choice in choices)
-        program, shapes = _first_traced(trace, list(tried))
-        return program if self.are_stated else _with_open_lengths(trace, program, shapes)
+        with warnings.catch_warnings(action="ignore"):
+            program, shapes = _first_traced(trace, list(tried))
+            return program if self.are_stated else _with_open_lengths(trace, program, shapes)
 
 
 def inputs_of_model(model: keras.Model) -> ModelInputs | None:

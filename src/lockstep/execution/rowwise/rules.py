@@ -293,9 +293,10 @@ def _iota(pair: EquationPair, inputs: RowDependences) -> RowDependences:
 
 
 def _random_values(pair: EquationPair, inputs: RowDependences) -> RowDependences:
-    dep = inputs[0]
-    if isinstance(dep, RowAxis):  # a key for each row
-        return [dep] * pair.num_results
+    # A key for each row, or parameters of the distribution.
+    of_rows: RowDependences = [dep for dep in inputs if isinstance(dep, RowAxis)]
+    if of_rows:
+        return [common_dependence(of_rows, pair.name)] * pair.num_results
     return [_uniform_dependence(pair)]
 
 
