@@ -1,4 +1,4 @@
-"""Blocks of a model that are recomputed in the backward pass, so that gathered weights are not kept.
+"""Gradient checkpointing of blocks: they are computed again in the backward pass, so that gathered weights are not kept.
 
 Undocumented parts, as of Keras 3.15: ``_layers``; that ``__call__`` of a layer or an operation looks ``call`` up on the instance; the
 masks that Keras attaches to tensors; the current ``StatelessScope``; ``_loss_ids``.

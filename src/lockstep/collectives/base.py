@@ -1,4 +1,4 @@
-"""Base classes of cross-device operations, and the options of communication with the names of ``tf.distribute``.
+"""Base classes of cross-device operations, packs of many arrays in few vectors, and the options of communication.
 
 Most operations pack many small arrays into few long vectors, so that few collectives send them. A new one is a subclass in a file of this
 package, and a line in ``ALGORITHMS`` of its ``registry.py``. ``execution/spmd`` calls them in a step.

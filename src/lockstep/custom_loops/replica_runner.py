@@ -1,4 +1,4 @@
-"""``strategy.run``: run one function on every replica.
+"""``strategy.run``: run one function on every replica, with the collectives inside it and their derivatives.
 
 The function is traced once for each group of replicas whose arguments have equal shapes, and the trace is split at its sync points.
 Between two sync points the replicas of a group run as one batch (``jax.vmap``), spread over the devices. A value that does not depend

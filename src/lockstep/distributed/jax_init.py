@@ -1,4 +1,4 @@
-"""Starts JAX over several processes, once in each, with its share of the GPUs; keeps the job that this process has joined.
+"""Starts JAX over several processes, with a share of the GPUs for each and a check of host names; keeps the job that was joined.
 
 ``jax.distributed`` aborts a process when anything is wrong. So the control channel comes first: it has checked that all workers
 are there and equal, it checks here that they can reach each other, and it detects losses before JAX does.

@@ -1,4 +1,4 @@
-"""Partition a step into programs: trace it once, cut the jaxpr at isolated calls, compile each part for one device.
+"""A deterministic step as several programs: trace it once, cut the jaxpr at isolated calls, compile each part for one device.
 
 XLA compiles each part between two isolated calls on its own, for one device, and every device runs it on the same inputs; an
 :class:`IsolatedCall` runs by its own method. The step, Keras's or a user's, needs no changes.

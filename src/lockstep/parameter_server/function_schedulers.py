@@ -1,4 +1,4 @@
-"""Schedulers of a custom training loop.
+"""Schedulers of a custom training loop on the chief, on a worker, and on servers and the evaluator.
 
 The chief schedules functions as tasks, adds up what they change, and publishes results at sync points. Workers, servers and the evaluator run
 the same script, and work or wait at its sync points.

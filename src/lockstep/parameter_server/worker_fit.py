@@ -1,4 +1,4 @@
-"""``fit`` on a worker."""
+"""``fit`` on a worker: it computes gradients of its parts of a batch, and sends them to the servers."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

@@ -1,1 +1,1 @@
-"""The user's door: one file a strategy."""
+"""The strategies, one file each."""
