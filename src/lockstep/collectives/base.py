@@ -8,8 +8,9 @@ import abc
 import enum
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -208,8 +209,7 @@ class FunctionAllReduce(CrossDeviceOps):
         return total.astype(value.dtype)
 
 
-@dataclass(frozen=True)
-class PackSlice:
+class PackSlice(NamedTuple):
     """Elements ``start`` to ``stop`` of the flattened array at ``position``."""
 
     position: int
@@ -242,7 +242,29 @@ def plan_packs(values: Sequence[jax.Array], num_packs: int = 1, bytes_per_pack: 
         capacity = math.ceil(sum(values[position].size for position in positions) / max(1, num_packs))
         if bytes_per_pack:
             capacity = min(capacity, max(1, bytes_per_pack // values[positions[0]].dtype.itemsize))
-        plan += _fill_packs(values, positions, capacity)
+        plan += fill_packs(((position, values[position].size) for position in positions), capacity)
+    return plan
+
+
+def fill_packs(sizes: Iterable[tuple[int, int]], capacity: int) -> Plan:
+    """Divide arrays, given as position and length, into packs of ``capacity`` elements; the last may be shorter.
+
+    Example:
+        >>> [[tuple(piece) for piece in pieces] for pieces in fill_packs(enumerate([3, 0, 4]), 5)]
+        [[(0, 0, 3), (2, 0, 2)], [(2, 2, 4)]]
+    """
+    plan: Plan = []
+    room = 0
+    for position, size in sizes:
+        start = 0
+        while start < size:
+            if not room:
+                plan.append([])
+                room = capacity
+            stop = min(size, start + room)
+            plan[-1].append(PackSlice(position, start, stop))
+            room -= stop - start
+            start = stop
     return plan
 
 
@@ -265,22 +287,6 @@ def unpack(vectors: Sequence[jax.Array], plan: Plan, values: Sequence[jax.Array]
         jnp.concatenate(found).reshape(value.shape) if found else value
         for found, value in zip(parts, values, strict=True)
     ]
-
-
-def _fill_packs(values: Sequence[jax.Array], positions: list[int], capacity: int) -> Plan:
-    plan: Plan = []
-    room = 0
-    for position in positions:
-        start, size = 0, values[position].size
-        while start < size:
-            if not room:
-                plan.append([])
-                room = capacity
-            stop = min(size, start + room)
-            plan[-1].append(PackSlice(position, start, stop))
-            room -= stop - start
-            start = stop
-    return plan
 
 
 class PackedAllReduce(CrossDeviceOps):

@@ -6,7 +6,7 @@ What they compare is in ``consistency``. They wait for each other in ``control/c
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache, wraps
 from itertools import count
@@ -22,6 +22,7 @@ from lockstep._array_encoding import DTYPES, array_bytes, describe_arrays, parse
 from lockstep._errors import ModelError
 from lockstep._keras.patches import CHIEF_ONLY_FILES, CHIEF_ONLY_PRESETS, install
 from lockstep._keras.variable_placement import whole_values
+from lockstep.collectives.base import fill_packs
 from lockstep.data import fit_wrapper
 from lockstep.data.keras_adapter import KerasInput
 from lockstep.data.process_group import ProcessGroup
@@ -272,7 +273,7 @@ def _broadcast_arrays(
     specs = parse_description(client.broadcast("the arrays", describe_arrays(given)))
     found = given if client.group.is_chief else {x.name: np.empty(x.shape, DTYPES[x.dtype]) for x in specs}
     contents = [array_bytes(found[spec.name]) for spec in specs]
-    for chunk in _chunks([spec.nbytes for spec in specs], 4 * _CHUNK):
+    for chunk in fill_packs(enumerate(spec.nbytes for spec in specs), 4 * _CHUNK):
         numbers = np.zeros(-(-sum(stop - start for _, start, stop in chunk) // 4), np.int32)
         if client.group.is_chief:
             own = b"".join(contents[array][start:stop] for array, start, stop in chunk)
@@ -283,28 +284,6 @@ def _broadcast_arrays(
                 contents[array][start:stop] = received[: stop - start]
                 received = received[stop - start :]
     return found
-
-
-def _chunks(lengths: Sequence[int], most: int) -> Iterator[list[tuple[int, int, int]]]:
-    """Divide arrays of these lengths, which follow each other, into chunks of ``most`` bytes; the last may be shorter.
-
-    Example:
-        >>> list(_chunks([3, 0, 4], 5))
-        [[(0, 0, 3), (2, 0, 2)], [(2, 2, 4)]]
-    """
-    chunk, left = [], most
-    for array, length in enumerate(lengths):
-        start = 0
-        while start < length:
-            stop = min(length, start + left)
-            chunk.append((array, start, stop))
-            left -= stop - start
-            start = stop
-            if not left:
-                yield chunk
-                chunk, left = [], most
-    if chunk:
-        yield chunk
 
 
 def sum_over_workers(placement: Placement, own: np.ndarray) -> np.ndarray:
