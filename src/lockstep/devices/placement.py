@@ -334,12 +334,12 @@ def _take(array: jax.Array, numbers: jax.Array, mesh: Mesh, spec: PartitionSpec)
 
 
 def count_rows(batch: Any) -> int:
-    """Return the length of the first axis, which all arrays of a batch share.
+    """Return the length of the first axis, which all arrays of a batch share, on the host or on devices.
 
     Raises:
         InputError: they have different lengths, or there is a sparse array or none.
     """
-    leaves = jax.tree.leaves(batch, is_leaf=lambda leaf: isinstance(leaf, JAXSparse))
+    leaves = jax.tree.leaves(batch, is_leaf=lambda leaf: is_rows(leaf) or isinstance(leaf, JAXSparse))
     if any(isinstance(leaf, JAXSparse) for leaf in leaves):
         raise InputError(
             "A sparse array cannot be split into replicas yet. Fix: make it dense first: .toarray() for SciPy, .todense() for JAX."

@@ -261,7 +261,7 @@ def diagnose(functions: StepFunctions, state: Any, batch: Any) -> Diagnosis:
     """
     placement = functions.placement
     here = whole_batch(batch, placement)
-    layout = placement.on_first_device().layout(count_of(here))
+    layout = placement.on_first_device().layout(count_rows(here))
     names = _Names(functions.model, placement)
     of_batch = _diagnose_batch(here, layout, names)
     try:
@@ -443,7 +443,7 @@ def rerun(functions: StepFunctions, state: Any, batch: Any) -> LayerTrace:
         batch: on the first device, as :func:`whole_batch` gives it.
     """
     placement, model = functions.placement, functions.model
-    layout = placement.on_first_device().layout(count_of(batch))
+    layout = placement.on_first_device().layout(count_rows(batch))
     device = placement.first_local_device
     record = LayerTrace(model, lambda replica: _own_rows(layout, replica), list(range(len(layout.busy_replicas))))
     executor = _ReplayExecutor(device, record, functions.executor.global_batch_note)
@@ -480,12 +480,6 @@ def _on_one_device(tree: Any, placement: Placement) -> Any:
         return jax.device_put(leaf.addressable_shards[0].data, device)
 
     return jax.tree.map(own, tree)
-
-
-def count_of(batch: Any) -> int:
-    """Return the number of rows of a batch."""
-    arrays = [x.array if isinstance(x, PlacedRows) else x for x in jax.tree.leaves(batch, is_leaf=is_rows)]
-    return count_rows(arrays)
 
 
 def _own_rows(layout: BatchLayout, replica: int | None) -> range:
