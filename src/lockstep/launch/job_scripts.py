@@ -534,27 +534,11 @@ def _jobset_spec(job: LaunchConfig, spec: str, metadata: str = "") -> str:
     )
 
 
-def _job_spec(
-    job: LaunchConfig,
-    container: str,
-    indexes: str = "",
-    failures: int = 0,
-    success: str = "",
-    subdomain: str = "",
-    process: str = "",
-) -> str:
-    """Return the ``spec`` of an Indexed Job."""
-    return _JOB_SPEC.format(
-        container=container,
-        indexes=indexes,
-        failures=failures,
-        success=success,
-        subdomain=subdomain,
-        process=process,
-        again=PEER_LOST,
-        final=f"{USAGE}, {USER_ERROR}",
-        seconds=int(job.grace) + _SUPERVISOR_SECONDS,
-    )
+def _job_spec(job: LaunchConfig, **parts: str | int) -> str:
+    """Return the ``spec`` of an Indexed Job; parts that are not given are empty."""
+    empty = dict.fromkeys(("indexes", "success", "subdomain", "process"), "") | {"failures": 0}
+    seconds = int(job.grace) + _SUPERVISOR_SECONDS
+    return _JOB_SPEC.format(**empty | parts, again=PEER_LOST, final=f"{USAGE}, {USER_ERROR}", seconds=seconds)
 
 
 def _process(job: LaunchConfig, hosts: list[str], resources: str = "resources") -> str:
