@@ -11,7 +11,7 @@ import pytest
 import lockstep
 from lockstep import ModelError
 from lockstep._keras import trainer
-from lockstep.fit.checkpointing.model_state import variables_of
+from lockstep._keras.trainer import variables_of
 from lockstep.parameter_server.gradient_step import GradientStep, iterations_of, names_of, specs_of
 from lockstep.parameter_server.sharding import FixedShardsPartitioner
 from lockstep.parameter_server.variable_client import BatchPart

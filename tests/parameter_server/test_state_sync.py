@@ -12,8 +12,8 @@ from keras import layers, ops
 import lockstep
 from lockstep._keras import trainer
 from lockstep._keras.graph import is_seed
+from lockstep._keras.trainer import variables_of
 from lockstep.execution.replica import replica_seed
-from lockstep.fit.checkpointing.model_state import variables_of
 from lockstep.parameter_server.gradient_step import nonempty_parts, part_of, specs_of
 from lockstep.parameter_server.sharding import plan_shards
 from lockstep.parameter_server.state_sync import (

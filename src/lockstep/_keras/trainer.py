@@ -51,7 +51,7 @@ from lockstep._keras.variable_placement import VariableSharder, lay_out, lay_out
 FUNCTIONS = ("train", "test", "predict")
 _STRATEGY = "_lockstep_owner"
 DEFAULT_BATCH_SIZE = 32  # of fit, evaluate and predict
-_STATE_KINDS = ("trainable_variables", "non_trainable_variables", "optimizer_variables", "metrics_variables")
+STATE_KINDS = ("trainable_variables", "non_trainable_variables", "optimizer_variables", "metrics_variables")
 
 
 def check_keras() -> None:
@@ -292,8 +292,13 @@ def training_state(model: keras.Model, batch: Any) -> tuple[list[Any], ...]:
         Trainable, non-trainable, optimizer's and metrics' values; the model keeps them too.
     """
     model._symbolic_build(data_batch=batch)
+    return tuple([variable.value for variable in kind] for kind in variables_of(model))
+
+
+def variables_of(model: keras.Model) -> list[list[keras.Variable]]:
+    """The variables in the order of a training step's state."""
     kinds = model.trainable_variables, model.non_trainable_variables, model.optimizer.variables, model.metrics_variables
-    return tuple([variable.value for variable in kind] for kind in kinds)
+    return [list(kind) for kind in kinds]
 
 
 def build_for_inputs(model: keras.Model, x: Any) -> None:
@@ -332,7 +337,7 @@ def refresh_before_sync(model: keras.Model, fetch: Callable[[], Any]) -> Iterato
         if is_training and not model._jax_state_synced:
             newest = fetch()
             if newest is not None:
-                model._jax_state = dict(zip(_STATE_KINDS, newest, strict=True))
+                model._jax_state = dict(zip(STATE_KINDS, newest, strict=True))
         original()
 
     with patched(STATE_SYNC, [(model, "jax_state_sync", jax_state_sync)]):

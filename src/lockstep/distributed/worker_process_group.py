@@ -21,6 +21,7 @@ from jax.sharding import Mesh, PartitionSpec
 from lockstep._array_encoding import DTYPES, array_bytes, describe_arrays, parse_description
 from lockstep._errors import ModelError
 from lockstep._keras.patches import CHIEF_ONLY_FILES, CHIEF_ONLY_PRESETS, install
+from lockstep._keras.trainer import variables_of
 from lockstep._keras.variable_placement import whole_values
 from lockstep.collectives.base import fill_packs
 from lockstep.data import fit_wrapper
@@ -33,7 +34,6 @@ from lockstep.distributed.control.control_client import MAIN, ControlClient
 from lockstep.distributed.control.heartbeat import WorkerStatus
 from lockstep.distributed.control.transport import as_text
 from lockstep.execution.step_hooks import StepHook
-from lockstep.execution.step_loop import STATE
 
 _PLAIN = (int, float, str, bool, type(None))
 _WRITING = (keras.callbacks.CSVLogger, keras.callbacks.TensorBoard, keras.callbacks.RemoteMonitor)
@@ -345,15 +345,11 @@ class ProgressReporter(StepHook):
             return
         self._trained += 1
         if self._trained == 1 or self._trained % self._check_every == 0:
-            variables = [x for name in STATE[kind] for x in _variables(model, name)]
+            variables = [variable for part in variables_of(model) for variable in part]
             arrays = [array for part in state for array in part]
             names = [f"{n} {x.path}" for n, x in enumerate(variables)]
             whole = [pair for pair in zip(names, arrays, strict=True) if pair[1].is_fully_replicated]
             self._check(self._trained, *map(list, zip(*whole, strict=True)))
-
-
-def _variables(model: keras.Model, name: str) -> list[keras.Variable]:
-    return list(model.optimizer.variables) if name == "optimizer_variables" else list(getattr(model, name))
 
 
 def _kind(leaf: Any) -> Any:

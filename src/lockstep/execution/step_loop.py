@@ -21,7 +21,7 @@ from lockstep.execution.nonfinite_gate import GatedStep
 from lockstep.execution.step_hooks import KerasStep, StepHook
 
 STATE = {
-    "train": ("trainable_variables", "non_trainable_variables", "optimizer_variables", "metrics_variables"),
+    "train": trainer.STATE_KINDS,
     "test": ("trainable_variables", "non_trainable_variables", "metrics_variables"),
     "predict": ("trainable_variables", "non_trainable_variables"),
 }

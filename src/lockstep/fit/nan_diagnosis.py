@@ -22,6 +22,7 @@ from jax.sharding import NamedSharding
 
 from lockstep._keras.graph import copy_keras_mask, operations_of
 from lockstep._keras.patches import LAYER_CALL, LOSS, STATELESS_CALL, patched_method
+from lockstep._keras.trainer import variables_of
 from lockstep._logging import capitalized, counted, listed
 from lockstep.data.random_state import capture_random_state, restore_random_state
 from lockstep.devices.batch_layout import BatchLayout
@@ -241,7 +242,7 @@ def describe_nonfinite(model: keras.Model, bad: Sequence[tuple[int, int] | str])
         model: model of the step.
         bad: names of losses, and variables as part of the state and position in it.
     """
-    kinds = model.trainable_variables, model.non_trainable_variables, model.optimizer.variables
+    kinds = variables_of(model)
     losses = [name if name == "loss" else repr(name) for name in bad if isinstance(name, str)]
     paths = [kinds[part][number].path for part, number in (name for name in bad if not isinstance(name, str))]
     parts = [f"the {name}" for name in losses]

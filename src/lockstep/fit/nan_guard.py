@@ -19,7 +19,7 @@ from lockstep._keras import trainer
 from lockstep.execution.nonfinite_gate import GatedStep
 from lockstep.execution.step_functions import StepFunctions
 from lockstep.execution.step_hooks import StepHook
-from lockstep.fit.checkpointing.model_state import KINDS, variables_of
+from lockstep.fit.checkpointing.model_state import KINDS
 from lockstep.fit.fit_hooks import FitContext, single_callback
 from lockstep.fit.nan_diagnosis import Diagnosis, describe_nonfinite, diagnose
 
@@ -151,7 +151,7 @@ def _newest_checkpoint(context: FitContext) -> tuple[int, list[list[Any]]] | Non
     """Return its step and the values of the variables by kind, all but those of the metrics."""
     if context.checkpoint is None:
         return None
-    kinds = zip(KINDS[:-1], variables_of(context.model)[:-1], strict=True)
+    kinds = zip(KINDS[:-1], trainer.variables_of(context.model)[:-1], strict=True)
     names = [[f"{kind}/{n}" for n in range(len(variables))] for kind, variables in kinds]
     found = context.checkpoint.newest(itertools.chain.from_iterable(names))
     return found and (found[0], [[found[1][name] for name in of_kind] for of_kind in names])
@@ -233,7 +233,7 @@ class StepGuard(StepHook):
             if trainer.is_synced(model):  # Callbacks of the end of the epoch may have set learning rates.
                 now = [variable.value for variable in model.optimizer.variables]
                 restored[2] = trainer.keep_learning_rates(model.optimizer, restored[2], now)
-            for kind, values in zip(variables_of(model), restored, strict=True):
+            for kind, values in zip(trainer.variables_of(model), restored, strict=True):
                 for variable, value in zip(kind, values, strict=True):
                     variable.assign(value)
 

@@ -15,8 +15,8 @@ import keras
 import numpy as np
 
 from lockstep._errors import PEER_LOST, ClusterError
+from lockstep._keras.trainer import variables_of
 from lockstep.data.keras_adapter import KerasInput
-from lockstep.fit.checkpointing.model_state import variables_of
 from lockstep.parameter_server.gradient_step import count_batch_rows, nonempty_parts
 from lockstep.parameter_server.sharding import ShardingPlan
 from lockstep.parameter_server.staleness import UpdateCounters

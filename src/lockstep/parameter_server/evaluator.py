@@ -7,7 +7,7 @@ import keras
 import numpy as np
 
 from lockstep._errors import ClusterError
-from lockstep.fit.checkpointing.model_state import variables_of
+from lockstep._keras.trainer import variables_of
 from lockstep.parameter_server.gradient_step import names_of
 from lockstep.parameter_server.task_client import CallEnded, CallResult, TaskClient
 from lockstep.parameter_server.variable_client import VariableClient

@@ -20,9 +20,9 @@ import numpy as np
 
 from lockstep._array_encoding import decode_tree, encode_tree
 from lockstep._errors import OptionError, ScopeError
+from lockstep._keras.trainer import variables_of
 from lockstep.data.keras_adapter import KerasInput
 from lockstep.data.random_state import capture_random_state, restore_random_state
-from lockstep.fit.checkpointing.model_state import variables_of
 from lockstep.parameter_server.gradient_step import GradientStep
 from lockstep.parameter_server.process_role import ProcessContext
 

@@ -15,9 +15,9 @@ import keras
 import numpy as np
 
 from lockstep._errors import PEER_LOST, USER_ERROR, ClusterError, InputError, ModelError, ScopeError, summary_of
+from lockstep._keras.trainer import variables_of
 from lockstep.data.keras_adapter import KerasInput
 from lockstep.execution.replica import StateMerge
-from lockstep.fit.checkpointing.model_state import variables_of
 from lockstep.parameter_server.cluster_coordinator import resolve_per_worker
 from lockstep.parameter_server.function_scheduler_base import (
     VALUE,
@@ -96,7 +96,7 @@ class ChiefScheduler(SchedulerBase):
             raise
         self._model, self._synced = model, 0
         self._error: Exception | None = None
-        self._variables = [list(kind) for kind in variables_of(model)[:3]]
+        self._variables = variables_of(model)[:3]
         self._known_values = self._values()
         self._broadcast([True, True, True])
 

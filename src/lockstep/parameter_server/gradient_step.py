@@ -14,13 +14,13 @@ from lockstep._errors import ModelError, OptionError
 from lockstep._keras import trainer
 from lockstep._keras.graph import get_keras_mask, global_batch_reason, models_of
 from lockstep._keras.patches import STATELESS_CALL, patched_method
+from lockstep._keras.trainer import variables_of
 from lockstep.devices.batch_layout import rows_of_replicas
 from lockstep.devices.placement import Placement, is_rows
 from lockstep.execution.call_splitter import CannotSplitError, ModelCall, infer_output_spec, trace_call
 from lockstep.execution.compiled_step import apply_changes
 from lockstep.execution.gradient_extraction import GradientPrograms
 from lockstep.execution.step_functions import StepFunctions
-from lockstep.fit.checkpointing.model_state import variables_of
 from lockstep.parameter_server.variable_store import UpdateRules
 
 _TOLERANCE = 1e-4  # Of a loss in float32, added up in another order.

@@ -6,10 +6,10 @@ from typing import Any
 import keras
 import numpy as np
 
+from lockstep._keras.trainer import variables_of
 from lockstep.data.indexed_batches import IndexedBatches
 from lockstep.data.resumable_iterator import EpochHook
 from lockstep.execution.step_functions import in_step
-from lockstep.fit.checkpointing.model_state import variables_of
 from lockstep.parameter_server.gradient_step import (
     GradientResult,
     GradientStep,

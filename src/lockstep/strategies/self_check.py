@@ -248,9 +248,8 @@ def _named_logs(logs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _named(model: keras.Model, logs: dict[str, Any], state: Sequence[Sequence[Any]]) -> Values:
-    kinds = model.trainable_variables, model.non_trainable_variables, model.optimizer.variables, model.metrics_variables
     found = {name: np.asarray(value) for name, value in _named_logs(logs).items()}
-    for variables, values in zip(kinds, state, strict=True):
+    for variables, values in zip(trainer.variables_of(model), state, strict=True):
         for variable, value in zip(variables, values, strict=True):
             found[f"variable {variable.path!r} ({len(found)})"] = gather_on_host(value)
     return found

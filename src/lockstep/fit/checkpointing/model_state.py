@@ -120,15 +120,9 @@ def _another_model(source: str, difference: str) -> CheckpointError:
     )
 
 
-def variables_of(model: keras.Model) -> list[list[keras.Variable]]:
-    """The variables in the order of a training step's state."""
-    kinds = model.trainable_variables, model.non_trainable_variables, model.optimizer.variables, model.metrics_variables
-    return [list(kind) for kind in kinds]
-
-
 def named_variables(model: keras.Model, *kinds: str) -> dict[str, keras.Variable]:
     """Return the variables of some kinds, or all, by kind and number, such as ``optimizer/3``; in the order of a training step's state."""
-    groups = zip(KINDS, variables_of(model), strict=True)
+    groups = zip(KINDS, trainer.variables_of(model), strict=True)
     return {f"{kind}/{n}": x for kind, group in groups if not kinds or kind in kinds for n, x in enumerate(group)}
 
 
