@@ -14,6 +14,15 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Va
 # Returns the outputs of an equation, or None to evaluate it.
 EquationHandler = Callable[[JaxprEqn, list[Any]], Sequence[Any] | None]
 
+CALLS = ("jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint")
+CUSTOM_DERIVATIVES = ("custom_jvp_call", "custom_vjp_call")
+
+
+def called_jaxpr(equation: JaxprEqn) -> Any:
+    """Return the jaxpr that a call, or a function with a custom derivative, evaluates, closed or not; None if there is none."""
+    names = ("call_jaxpr", "fun_jaxpr", "jaxpr")
+    return next((equation.params[name] for name in names if name in equation.params), None)
+
 
 def evaluate(closed: ClosedJaxpr, arguments: Sequence[Any], handler: EquationHandler) -> list[Any]:
     """Evaluate a jaxpr equation by equation.

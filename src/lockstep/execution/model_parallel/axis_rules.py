@@ -10,6 +10,7 @@ from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
+from lockstep.execution.jaxpr_utils import CALLS, CUSTOM_DERIVATIVES, called_jaxpr
 from lockstep.execution.model_parallel.logical_axes import ArrayNode, LogicalAxes
 from lockstep.execution.rowwise.rules import ENTRYWISE
 
@@ -406,9 +407,8 @@ class _ProgramReader:
 
     def _equation(self, equation: JaxprEqn, operands: list[ArrayNode | None]) -> list[ArrayNode | None]:
         name = equation.primitive.name
-        if name in _CALLS:
-            body = next(equation.params[key] for key in ("call_jaxpr", "fun_jaxpr", "jaxpr") if key in equation.params)
-            return self.closed(body, operands)
+        if name in CALLS or name in CUSTOM_DERIVATIVES:
+            return self.closed(called_jaxpr(equation), operands)
         results = [self._axes.new_array(atom.aval) for atom in equation.outvars]
         if name in _BODIES:
             _BODIES[name](self, equation.params, operands, results)
@@ -471,12 +471,6 @@ class _ProgramReader:
                 self._axes.link(one, axis, other, axis)
 
 
-_CALLS = frozenset(
-    (
-        *("jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint"),
-        *("custom_jvp_call", "custom_vjp_call"),
-    )
-)
 _BODIES: dict[str, Callable[..., None]] = {
     "cond": _ProgramReader.cond,
     "scan": _ProgramReader.scan,

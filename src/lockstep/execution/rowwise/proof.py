@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
-from lockstep.execution.jaxpr_utils import equations_of
+from lockstep.execution.jaxpr_utils import CALLS, CUSTOM_DERIVATIVES, called_jaxpr, equations_of
 from lockstep.execution.rowwise.row_axes import (
     EquationPair,
     Mixed,
@@ -264,8 +264,7 @@ class _JaxprReader:
     def call(self, pair: EquationPair, inputs: RowDependences) -> RowDependences:
         if pair.equations[0].params.get("name") == _STATISTIC and all(map(is_fixed, inputs)):
             return [ReplicaStatistic()]
-        name = next(n for n in ("call_jaxpr", "fun_jaxpr", "jaxpr") if n in pair.equations[0].params)
-        one, other = pair.params(name)
+        one, other = map(called_jaxpr, pair.equations)
         if isinstance(one, ClosedJaxpr):
             return self.closed(one, other, inputs)
         return self.read(one, other, inputs)
@@ -405,13 +404,9 @@ def _merge_alternatives(deps: RowDependences, what: str) -> RowDependence:
     return common_dependence(deps, what)
 
 
-_CALLS = [
-    *("jit", "pjit", "closed_call", "core_call", "remat"),
-    *("remat2", "checkpoint"),
-]
-_BODIES = {**dict.fromkeys(_CALLS, "call"), "cond": "cond", "scan": "scan", "while": "loop"}
+_BODIES = {**dict.fromkeys(CALLS, "call"), "cond": "cond", "scan": "scan", "while": "loop"}
 _BODIES |= {"custom_linear_solve": "linear_solve"}
-_BODIES |= dict.fromkeys(("custom_vjp_call", "custom_jvp_call"), "custom_gradient")
+_BODIES |= dict.fromkeys(CUSTOM_DERIVATIVES, "custom_gradient")
 
 
 def _without(shape: tuple[int, ...], axis: int) -> tuple[int, ...]:

@@ -7,6 +7,8 @@ import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
+from lockstep.execution.jaxpr_utils import called_jaxpr
+
 Sign = int | None  # 0: zero; 1 and -1: at least and at most zero, as a bound of ``clip`` is; None: unknown
 _KEEP_SIGNS = frozenset(
     ("broadcast_in_dim", "convert_element_type", "copy", "copy_p", "reshape", "squeeze", "transpose")
@@ -21,7 +23,6 @@ _OF_FIRST = frozenset(  # Zero if their first operand is.
 )
 _OF_ANY = frozenset(("and", "conv_general_dilated", "dot_general", "mul"))  # Zero if one operand is.
 _OF_ALL = frozenset(("add", "add_any", "concatenate", "or", "pad", "sub"))
-_CALLS = ("call_jaxpr", "fun_jaxpr", "jaxpr")
 
 
 def are_zero(jaxpr: Jaxpr, given: Sequence[bool]) -> list[bool]:
@@ -58,7 +59,7 @@ def _results(equation: JaxprEqn, given: list[Sign]) -> list[Sign]:
     name, count = equation.primitive.name, len(equation.outvars)
     if name in _RULES:
         return _RULES[name](equation, given)
-    called = next((equation.params[key] for key in _CALLS if key in equation.params), None)
+    called = called_jaxpr(equation)
     if called is not None and name not in ("scan", "while"):
         return _signs(called.jaxpr if isinstance(called, ClosedJaxpr) else called, given)
     if name in _KEEP_SIGNS:
