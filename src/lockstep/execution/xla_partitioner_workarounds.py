@@ -21,6 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lockstep.execution.compiled_step import Step
 from lockstep.execution.jaxpr_utils import evaluate, run_equation
+from lockstep.execution.rowwise.rules import CUMULATIVE
 
 Axes = tuple[int, ...]
 
@@ -31,7 +32,6 @@ _WINDOWS = (
     "select_and_scatter_add",
     "select_and_gather_add",
 )
-_CUMULATIVE = ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
 _SLICES = {"dynamic_slice": 1, "dynamic_update_slice": 2}  # position of the first start among the arguments
 
 
@@ -90,7 +90,7 @@ def _undivided_axes_of_argument(equation: JaxprEqn) -> Axes:
     name, params = equation.primitive.name, equation.params
     if name == "sort":
         return (params["dimension"],)
-    if name in _CUMULATIVE:
+    if name in CUMULATIVE:
         return (params["axis"],)
     if name == "fft":
         rank = len(_shape_of(equation.invars[0]))

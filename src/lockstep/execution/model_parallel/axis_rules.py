@@ -12,7 +12,15 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from lockstep.execution.jaxpr_utils import CALLS, CUSTOM_DERIVATIVES, called_jaxpr
 from lockstep.execution.model_parallel.logical_axes import ArrayNode, LogicalAxes
-from lockstep.execution.rowwise.rules import ENTRYWISE
+from lockstep.execution.rowwise.rules import (
+    CUMULATIVE,
+    ENTRYWISE,
+    KEY_OPERATIONS,
+    PLACEMENTS,
+    REDUCTIONS,
+    SCATTERS,
+    WINDOWS,
+)
 
 
 @dataclass(frozen=True)
@@ -336,22 +344,15 @@ VIEWS = frozenset(
 )
 RULES: dict[str, Callable[[EquationLinks], None]] = {
     **dict.fromkeys(ENTRYWISE, _entrywise),
-    **dict.fromkeys(("device_put", "optimization_barrier", "reshard"), _one_to_one),
-    **dict.fromkeys(
-        ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor"), _reduction
-    ),
+    **dict.fromkeys(PLACEMENTS, _one_to_one),
+    **dict.fromkeys((*REDUCTIONS, "reduce"), _reduction),
     **dict.fromkeys(("argmax", "argmin"), _choice),
-    **dict.fromkeys(
-        ("concatenate", "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "sort", "split", "top_k"),
-        _along_an_axis,
-    ),
-    **dict.fromkeys(
-        ("random_seed", "random_wrap", "random_unwrap", "random_fold_in", "random_clone", "random_bits"), _no_links
-    ),
-    **dict.fromkeys(("random_split", "threefry2x32", "rng_bit_generator", "rng_uniform", "iota"), _no_links),
+    **dict.fromkeys((*CUMULATIVE, "concatenate", "sort", "split", "top_k"), _along_an_axis),
+    **dict.fromkeys((*KEY_OPERATIONS, "random_bits", "random_split"), _no_links),
+    **dict.fromkeys(("threefry2x32", "rng_bit_generator", "rng_uniform", "iota"), _no_links),
     **dict.fromkeys(("debug_callback", "create_token", "empty2"), _no_links),
-    **dict.fromkeys(("reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min"), _window),
-    **dict.fromkeys(("scatter", "scatter-add", "scatter_add", "scatter-mul", "scatter-min", "scatter-max"), _scatter),
+    **dict.fromkeys(WINDOWS, _window),
+    **dict.fromkeys(SCATTERS, _scatter),
     **dict.fromkeys(("dynamic_slice", "slice", "tile"), _resized),
     "broadcast_in_dim": _broadcast,
     "conv_general_dilated": _convolution,
@@ -360,7 +361,6 @@ RULES: dict[str, Callable[[EquationLinks], None]] = {
     "dynamic_update_slice": _update,
     "gather": _gather,
     "pad": _padding,
-    "reduce": _reduction,
     "reshape": _reshape,
     "rev": _reverse,
     "squeeze": _squeeze,

@@ -40,12 +40,11 @@ from lockstep.execution.rowwise.row_axes import (
     is_same,
     is_tracer,
 )
-from lockstep.execution.rowwise.rules import DRAWS, ROW_DEPENDENT_PARAMS, RULES, sum_rule
+from lockstep.execution.rowwise.rules import DRAWS, KEY_OPERATIONS, ROW_DEPENDENT_PARAMS, RULES, sum_rule
 from lockstep.execution.rowwise.zeros import are_zero
 
 _KEEP_ZEROS = ("broadcast_in_dim", "convert_element_type", "reshape")
 
-_KEY_OPERATIONS = ("random_seed", "random_wrap", "random_unwrap", "random_fold_in", "random_clone")
 _STATISTIC = "statistic_of_replica"  # the name of that function in a trace
 
 
@@ -139,7 +138,7 @@ def _draws(jaxpr: Jaxpr) -> Iterator[tuple[str, tuple[int, ...], str]]:
     """Yield the name, the shape and the kind of key of each operation that draws random numbers, at any depth."""
     for equation in equations_of(jaxpr):
         name = equation.primitive.name
-        if name.startswith(("random_", "rng_", "threefry")) and name not in _KEY_OPERATIONS:
+        if name.startswith(("random_", "rng_", "threefry")) and name not in KEY_OPERATIONS:
             key: Any = equation.invars[0].aval
             yield name, tuple(equation.params.get("shape", ())), str(key.dtype)
 

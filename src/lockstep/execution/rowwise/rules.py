@@ -386,7 +386,13 @@ ENTRYWISE = [
     *("shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square", "stop_gradient"),
     *("sub", "tan", "tanh", "xor", "zeta"),
 ]
+CUMULATIVE = ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
 DRAWS = ("random_bits", "random_gamma", "random_split")
+KEY_OPERATIONS = ("random_seed", "random_wrap", "random_unwrap", "random_fold_in", "random_clone")
+PLACEMENTS = ("device_put", "optimization_barrier", "reshard")
+REDUCTIONS = ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor")
+SCATTERS = ("scatter", "scatter-add", "scatter_add", "scatter-mul", "scatter-min", "scatter-max")
+WINDOWS = ("reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min")
 ROW_DEPENDENT_PARAMS = {
     **dict.fromkeys(("broadcast_in_dim", "iota", "random_bits", "random_split"), ("shape",)),
     **dict.fromkeys(("dynamic_slice", "gather"), ("slice_sizes",)),
@@ -399,27 +405,13 @@ ROW_DEPENDENT_PARAMS = {
 
 RULES: dict[str, Callable[[EquationPair, RowDependences], RowDependences]] = {
     **dict.fromkeys(ENTRYWISE, _entrywise),
-    **dict.fromkeys(("device_put", "optimization_barrier", "reshard"), _identity),
-    **dict.fromkeys(
-        ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor"), _reduction
-    ),
-    **dict.fromkeys(("argmax", "argmin", "reduce"), _reduction),
-    **dict.fromkeys(
-        (
-            "cumsum",
-            "cumprod",
-            "cummax",
-            "cummin",
-            "cumlogsumexp",
-            "sort",
-            "top_k",
-        ),
-        _axis_operation,
-    ),
-    **dict.fromkeys(("random_seed", "random_wrap", "random_unwrap", "random_fold_in", "random_clone"), _entrywise),
+    **dict.fromkeys(PLACEMENTS, _identity),
+    **dict.fromkeys((*REDUCTIONS, "argmax", "argmin", "reduce"), _reduction),
+    **dict.fromkeys((*CUMULATIVE, "sort", "top_k"), _axis_operation),
+    **dict.fromkeys(KEY_OPERATIONS, _entrywise),
     **dict.fromkeys(DRAWS, _random_values),
-    **dict.fromkeys(("reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min"), _reduce_window),
-    **dict.fromkeys(("scatter", "scatter-add", "scatter_add", "scatter-mul", "scatter-min", "scatter-max"), _scatter),
+    **dict.fromkeys(WINDOWS, _reduce_window),
+    **dict.fromkeys(SCATTERS, _scatter),
     **dict.fromkeys(
         ("cholesky", "qr", "svd", "eigh", "eig", "lu", "triangular_solve", "householder_product"), _batched_matrices(2)
     ),
