@@ -136,15 +136,11 @@ class DistributedDataset(WrappedSource):
     ) -> None:
         super().__init__(source)
         self._placement, self._depth, self._new_check = placement, depth, new_check
+        self.prefetch = depth
 
     def __iter__(self) -> "DistributedIterator":
         check = self._new_check() if self._new_check else None
         return DistributedIterator(self._source, self._values_of, self._depth, check)
-
-    @property
-    def prefetch(self) -> int | None:  # type: ignore[override]
-        """See :class:`InputSource`."""
-        return self._depth
 
     def __bool__(self) -> bool:
         return True

@@ -28,7 +28,7 @@ from lockstep.data.input_options import InputOptions
 from lockstep.data.keras_adapter import KerasInput
 from lockstep.data.prefetch import are_arrays_read_inline
 from lockstep.data.process_group import ProcessGroup
-from lockstep.data.sources import AdapterSource, InputSource, Pending, check_data, make_source
+from lockstep.data.sources import InputSource, Pending, check_data, make_source
 from lockstep.devices.placement import Placement, count_rows
 
 Report = Callable[[str], None]
@@ -219,7 +219,7 @@ class FitWrapper:
         is_compiled = trainer.is_compiled(model)
         if is_fit and self._options.cache:
             source = self._cached(source, data, is_compiled, path_suffix, given, options["steps_per_epoch"])
-        if isinstance(source, AdapterSource) and source.is_arrays:
+        if source.is_arrays:
             is_inline = are_arrays_read_inline(
                 data, options["shuffle"], options["batch_size"], self._placement.platform
             )
@@ -250,7 +250,7 @@ class FitWrapper:
         """Return ``source`` with the cache of the options; ``steps`` are those of an epoch that the user gave."""
         cache = self._options.cache
         on_devices = cache == "device" and is_compiled
-        if isinstance(source, AdapterSource) and source.is_arrays:
+        if source.is_arrays:
             return self._device_source(data, given) if on_devices else source
         if steps is not None:
             raise OptionError(

@@ -69,6 +69,7 @@ class InputSource:
     """
 
     restarts = True  # whether a new pass begins with the first batch again
+    is_arrays = False  # whether it is arrays in memory
     can_seek = False  # whether batches_from reads nothing that comes before
     has_hooks = False  # whether the user's code runs at the beginning or end of an epoch
     is_shared = True  # whether all processes of a job read the same input
@@ -137,7 +138,7 @@ class WrappedSource(InputSource):
 
     def __init__(self, source: InputSource) -> None:
         super().__init__(source.name)
-        self._source = source
+        self._source, self.prefetch = source, source.prefetch
 
     @property
     def has_hooks(self) -> bool:  # type: ignore[override]
@@ -148,11 +149,6 @@ class WrappedSource(InputSource):
     def restarts(self) -> bool:  # type: ignore[override]
         """See :class:`InputSource`."""
         return self._source.restarts
-
-    @property
-    def prefetch(self) -> int | None:  # type: ignore[override]
-        """See :class:`InputSource`."""
-        return self._source.prefetch
 
     @property
     def num_batches(self) -> int | None:
@@ -203,22 +199,13 @@ class AdapterSource(InputSource):
     def __init__(self, adapter: Any, data: Any) -> None:
         super().__init__(type(data).__name__)
         self._adapter = adapter
+        self.is_arrays = self.can_seek = trainer.is_array_adapter(adapter)  # Slicing arrays costs almost nothing.
         self._shuffled: ShuffledData = ShuffledData(data, self.name)
 
     @property
     def num_batches(self) -> int | None:
         """See :class:`InputSource`."""
         return self._adapter.num_batches
-
-    @property
-    def is_arrays(self) -> bool:
-        """Whether the input is arrays in memory."""
-        return trainer.is_array_adapter(self._adapter)
-
-    @property
-    def can_seek(self) -> bool:  # type: ignore[override]
-        """See :class:`InputSource`; slicing arrays costs almost nothing."""
-        return self.is_arrays
 
     def batches(self) -> Iterator[Any]:
         """See :class:`InputSource`."""

@@ -21,7 +21,7 @@ from lockstep._errors import (
 )
 from lockstep._keras import trainer
 from lockstep.data.process_group import ProcessGroup
-from lockstep.data.sources import AdapterSource, check_data, make_source
+from lockstep.data.sources import InputSource, check_data, make_source
 from lockstep.devices.host_memory import host_memory
 from lockstep.devices.placement import count_rows
 from lockstep.execution.executors import CentralExecutor, SpmdExecutor
@@ -359,14 +359,14 @@ def _batch(data: tuple[Any, ...], rows: int) -> Any:
     return next(_source(data, rows).batches())
 
 
-def _source(data: tuple[Any, ...], rows: int) -> AdapterSource:
+def _source(data: tuple[Any, ...], rows: int) -> InputSource:
     """Return the input as ``fit`` would read it.
 
     Raises:
         InputError: it is not arrays.
     """
     source = make_source(*data, batch_size=rows, steps_per_epoch=None)
-    if not isinstance(source, AdapterSource) or not source.is_arrays:
+    if not source.is_arrays:
         raise InputError(
             f"batch_size_finder: x must be a tree of arrays, of which it makes batches of any size; got {type(data[0]).__name__}."
         )

@@ -23,7 +23,7 @@ from lockstep._keras import trainer
 from lockstep._keras.graph import cause_of, layers_of
 from lockstep.collectives import AutoAllReduce
 from lockstep.collectives.cost_model import Network, NetworkLink, predict_seconds
-from lockstep.data.sources import AdapterSource, make_source
+from lockstep.data.sources import make_source
 from lockstep.devices.placement import count_rows, placement_on
 from lockstep.doctor.base import is_user_code
 from lockstep.execution.executors import ModelParallelExecutor, SpmdExecutor
@@ -104,7 +104,7 @@ class TrainingCall:
         size, steps, weights = (given.get(name) for name in ("batch_size", "steps_per_epoch", "class_weight"))
         source = make_source(*data, batch_size=size, steps_per_epoch=steps, class_weight=weights)
         first = next(source.batches())
-        own = not (isinstance(source, AdapterSource) and source.is_arrays)
+        own = not source.is_arrays
         if own:
             return cls(model, first, count_rows(first), None, own)
         split = given.get("validation_split") if given.get("validation_data") is None else None

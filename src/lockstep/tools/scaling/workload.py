@@ -19,7 +19,7 @@ from lockstep._keras.patches import value_in_context
 from lockstep._keras.trainer import intercept_fit
 from lockstep.data import sources
 from lockstep.data.fit_wrapper import callbacks_in
-from lockstep.data.sources import AdapterSource, InputSource, make_source
+from lockstep.data.sources import InputSource, make_source
 from lockstep.tools.scaling.results import Budget
 from lockstep.tools.script_runner import FirstFit, run_until_fit
 
@@ -237,7 +237,7 @@ def training_task(first: FirstFit, batch: int, budget: Budget) -> TrainingTask:
     }
     options["callbacks"], notes = _select_callbacks(callbacks_in(given))
     source = _source(data, given, batch)
-    if not (isinstance(source, AdapterSource) and source.is_arrays):
+    if not source.is_arrays:
         return _task_of_batches(source, data, given, options, budget, notes)
     return _task_of_arrays(data, given, options, batch, budget, notes)
 
