@@ -244,15 +244,13 @@ class _JaxprReader:
         one, other = pair.result_shapes(number)
         if len(set(pair.result_dtypes(number))) > 1:
             raise MixedRowsError(f"{pair.name}: the type of its result changes with the number of rows")
+        is_along = True
         if isinstance(dep, RowAxis):
             lengths = [dep.outer * rows * dep.inner for rows in self.rows]
-            if dep.axis < len(one) == len(other) and [one[dep.axis], other[dep.axis]] == lengths:
+            is_along = dep.axis < len(one) == len(other) and [one[dep.axis], other[dep.axis]] == lengths
+            if is_along:
                 one, other = _without(one, dep.axis), _without(other, dep.axis)
-            else:
-                raise MixedRowsError(
-                    f"{pair.name} returns {list(one)} for {self.rows[0]} rows and {list(other)} for {self.rows[1]}"
-                )
-        if one != other and not isinstance(dep, Mixed):
+        if not is_along or (one != other and not isinstance(dep, Mixed)):
             raise MixedRowsError(
                 f"{pair.name} returns {list(one)} for {self.rows[0]} rows and {list(other)} for {self.rows[1]}"
             )
