@@ -374,12 +374,18 @@ def _is_text(value: Any) -> bool:
     return type(value) is str
 
 
-def _is_random_state(value: Any) -> bool:
-    try:
-        check_random_state(value)
-    except ValueError:
-        return False
-    return True
+def _passes(check: Callable[[Any], object]) -> Callable[[Any], bool]:
+    def fits(value: Any) -> bool:
+        try:
+            check(value)
+        except ValueError:
+            return False
+        return True
+
+    return fits
+
+
+_is_random_state, _is_order = _passes(check_random_state), _passes(check_order_state)
 
 
 def _is_hook(value: Any) -> bool:
@@ -391,14 +397,6 @@ def _are_hooks(value: Any) -> bool:
         return type(value) is list and all(map(_is_hook, expanded_hooks(value)))
     except (RecursionError, TypeError, ValueError):
         return False
-
-
-def _is_order(value: Any) -> bool:
-    try:
-        check_order_state(value)
-    except ValueError:
-        return False
-    return True
 
 
 def _has_fields(value: Any, *names: str) -> bool:
