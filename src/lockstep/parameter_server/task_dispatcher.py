@@ -15,6 +15,7 @@ from concurrent.futures import Future
 from lockstep._array_encoding import ArraySpec
 from lockstep._errors import NO_PROGRESS, PEER_LOST, USER_ERROR, ClusterError
 from lockstep._logging import WaitLogger, listed, log_info
+from lockstep.distributed.control.limits import LONG_SECONDS
 from lockstep.distributed.control.transport import ProtocolError
 from lockstep.parameter_server.array_transport import Arrays, Message, payload_bytes
 from lockstep.parameter_server.rpc import POLL_SECONDS, ClientSession, Response, read_whole_number, seconds_of
@@ -118,7 +119,6 @@ class TaskQueue:
         return min(late, default=None)
 
 
-LONG_SECONDS = 1800.0  # Without any progress of the workers, or of the chief, until the other side gives up.
 _ABORT_SECONDS = 3.0  # How long an abort waits until all processes have received it.
 _ENTRY_BYTES = 256  # Least size of an entry in the log of sync points.
 _ACKNOWLEDGED: Response = {"kind": "noted", "counts": True}, {}

@@ -26,7 +26,7 @@ from lockstep.distributed.control.handshake import (
     open_listener,
 )
 from lockstep.distributed.control.heartbeat import START
-from lockstep.distributed.control.limits import Limits
+from lockstep.distributed.control.limits import LONG_SECONDS, TIMEOUT_SECONDS, Limits
 from lockstep.distributed.control.termination import ExitGuard
 from lockstep.distributed.control.transport import FramedSocket, as_json
 
@@ -43,9 +43,9 @@ def open_control_channel(
     information: Mapping[str, Any] | None = None,
     generation: int = 0,
     network: NetworkOptions = NO_SECRET,
-    timeout_seconds: float = 60.0,
+    timeout_seconds: float = TIMEOUT_SECONDS,
     start_seconds: float | None = None,
-    long_seconds: float = 1800.0,
+    long_seconds: float = LONG_SECONDS,
     listener: socket.socket | None = None,
     on_failure: Callable[[Failure], None] | None = None,
     log: Callable[[str], None] = log_info,

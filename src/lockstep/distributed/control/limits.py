@@ -6,7 +6,7 @@ from lockstep._errors import OptionError
 from lockstep.distributed.control.heartbeat import HEARTBEAT_SECONDS
 
 TIMEOUT_SECONDS = 60.0  # of a wait, where a strategy is given no other
-LONG_SECONDS = 1800.0  # of compiling, and of what a worker does alone at its end
+LONG_SECONDS = 1800.0  # of compiling, of what a worker does alone at its end, and of a wait without progress
 
 
 @dataclass(frozen=True)
