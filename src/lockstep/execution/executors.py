@@ -83,14 +83,12 @@ class Executor(Protocol):
         global_batch_note: how a model runs that cannot be split into replicas; part of log messages.
         supports_second_derivatives: whether a forward pass may be differentiated twice, as for gradient penalties of models
             within a model.
+        eager_device: the device of steps that are not compiled.
     """
 
     global_batch_note: str
     supports_second_derivatives: bool
-
-    @property
-    def eager_device(self) -> jax.Device:
-        """The device of steps that are not compiled."""
+    eager_device: jax.Device
 
     def compile(self, step: Step, kind: str, gate: NonFiniteGate | None = None) -> Step:
         """Return ``step`` as a function of a batch on the host; ``kind`` is "train", "test" or "predict".
@@ -136,16 +134,12 @@ class SpmdExecutor:
         self, placement: Placement, ops: CrossDeviceOps, *, shard: Shard = None, recompute: Recompute = None
     ) -> None:
         self.placement, self.ops, self.shard, self.recompute = placement, ops, shard, recompute
+        self.eager_device = placement.first_local_device
 
     @property
     def scans_steps(self) -> bool:
         """Whether :meth:`compile_multi_step` is faster than single steps: not on CPUs, where XLA runs the steps of a loop slower."""
         return self.placement.platform != "cpu"
-
-    @property
-    def eager_device(self) -> jax.Device:
-        """See :class:`Executor`."""
-        return self.placement.first_local_device
 
     def compile(self, step: Step, kind: str, gate: NonFiniteGate | None = None) -> Step:
         """See :class:`Executor`."""
@@ -266,11 +260,7 @@ class DeterministicExecutor:
 
     def __init__(self, placement: Placement, shard: Shard = None) -> None:
         self.placement, self.shard = placement, shard
-
-    @property
-    def eager_device(self) -> jax.Device:
-        """See :class:`Executor`."""
-        return self.placement.first_local_device
+        self.eager_device = placement.first_local_device
 
     def compile(self, step: Step, kind: str, gate: NonFiniteGate | None = None) -> Step:
         """See :class:`Executor`."""
@@ -401,13 +391,7 @@ class CentralExecutor(SpmdExecutor):
 
     def __init__(self, placement: Placement, ops: CrossDeviceOps, home: jax.Device, model: keras.Model) -> None:
         super().__init__(placement, ops)
-        self._home, self._model = SingleDeviceSharding(home), model
-
-    @property
-    def eager_device(self) -> jax.Device:
-        """See :class:`Executor`."""
-        (device,) = self._home.device_set
-        return device
+        self.eager_device, self._home, self._model = home, SingleDeviceSharding(home), model
 
     def compile(self, step: Step, kind: str, gate: NonFiniteGate | None = None) -> Step:
         """See :class:`Executor`."""
