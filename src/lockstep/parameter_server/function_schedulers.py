@@ -40,8 +40,7 @@ from lockstep.parameter_server.rpc import ArrayServer
 from lockstep.parameter_server.state_sync import (
     STATE,
     Additivity,
-    DeltaAccumulator,
-    SeedOffsets,
+    FollowedState,
     StateSync,
     StepState,
     add_deltas,
@@ -394,15 +393,13 @@ class FunctionRunner:
         connect: Callable[[], VariableClient],
         name: str,
     ) -> None:
-        self._model, self._training, self._task_client, self._call = model, training, task_client, call
+        self._model, self._training = model, training
         self._connect, self._name = connect, name
         self._names, self._merge_rules = names_of(model), merge_rules(model)
         self._client: VariableClient | None = None
         self._step: GradientStep | None = None
-        self._seed_offsets: SeedOffsets | None = None
+        self._followed = FollowedState(self._merge_rules, lambda: task_client.wait_for(call, STATE))
         self._additivity = Additivity(self._merge_rules)
-        self._state, self._first_task = -1, 0
-        self._published: Values = []
         self._task: Task | None = None
 
     def run(self, task: Task, function: Callable[..., Any], arguments: Arguments) -> Result:
@@ -440,7 +437,7 @@ class FunctionRunner:
         values, _ = self._pull_values(will_push=False)
         if self._client and versions is not None:
             self._client.versions = versions  # A gradient that follows belongs to the values that were pulled for it.
-        newest = self._non_trainable if self._steps else self._newest_non_trainable(task)
+        newest = self._non_trainable if self._steps else self._followed.newest(task.what["state"], task.arrays)
         try:
             for variable, value in zip([*trainable, *others], [*map(values.get, self._names), *newest], strict=True):
                 variable.assign(value)
@@ -506,11 +503,9 @@ class FunctionRunner:
         metrics = [np.asarray(value) for value in state[3]]
         made = task.what["steps_before"] + updates
         if not self._steps:
-            self._non_trainable = self._newest_non_trainable(task)
-        if self._seed_offsets is None:
-            found = step(values, self._non_trainable, metrics, batch, made)
-            self._seed_offsets = SeedOffsets(self._merge_rules, found.non_trainable, self._non_trainable)
-        before = self._seed_offsets.apply(self._non_trainable, task.number - self._first_task, self._steps)
+            self._non_trainable = self._followed.newest(task.what["state"], task.arrays)
+        make = lambda: step(values, self._non_trainable, metrics, batch, made).non_trainable  # noqa: E731
+        before = self._followed.at_step(self._non_trainable, make, task.number, self._steps)
         found = step(values, before, metrics, batch, made)
 
         def repeat(others: Sequence[Any], _: Sequence[Any]) -> StepState:
@@ -520,14 +515,6 @@ class FunctionRunner:
         self._push_gradients([found.gradients[name] for name in self._names])
         self._record_step(found.non_trainable, before)
         return found.logs, state
-
-    def _newest_non_trainable(self, task: Task) -> Values:
-        """Return the chief's values of the non-trainable variables."""
-        if task.what["state"] != self._state:
-            what, arrays = self._task_client.wait_for(self._call, STATE)
-            self._state, self._first_task = what["number"], what["update"]
-            self._published = [arrays[str(number)] for number in range(len(self._merge_rules))]
-        return DeltaAccumulator.with_changing_values(self._published, task.arrays)
 
     def _record_step(self, after: Values, before: Values) -> None:
         """Record what a step has changed, for the chief and for the next step of the same function."""

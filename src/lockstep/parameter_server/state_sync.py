@@ -279,6 +279,35 @@ class SeedOffsets:
         return own
 
 
+class FollowedState:
+    """A worker's copy of the chief's values of non-trainable variables. It computes the seeds of each step.
+
+    Args:
+        rules: how the values are merged, which tells which of them are seeds.
+        receive: waits for what the chief has published under ``STATE``.
+    """
+
+    def __init__(self, rules: Sequence[StateMerge], receive: Callable[[], tuple[Mapping[str, Any], Arrays]]) -> None:
+        self._rules, self._receive = rules, receive
+        self._number, self._first_step = -1, 0
+        self._published: Values = []
+        self._seed_offsets: SeedOffsets | None = None
+
+    def newest(self, number: int, changing: Arrays) -> list[np.ndarray]:
+        """Return the newest values, from the chief's last publication, of this number, and what has changed since."""
+        if number != self._number:
+            what, arrays = self._receive()
+            self._number, self._first_step = what["number"], what["update"]
+            self._published = [arrays[str(n)] for n in range(len(self._rules))]
+        return DeltaAccumulator.with_changing_values(self._published, changing)
+
+    def at_step(self, values: Values, make: Callable[[], Values], step: int, part: int) -> list[np.ndarray]:
+        """Return values with the seeds of a step and its part; the first time, ``make`` makes a step, which tells how it advances seeds."""
+        if self._seed_offsets is None:
+            self._seed_offsets = SeedOffsets(self._rules, make(), values)
+        return self._seed_offsets.apply(values, step - self._first_step, part)
+
+
 class StateSync:
     """Exchange of the model's state between the chief, servers and workers.
 

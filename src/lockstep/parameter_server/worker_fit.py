@@ -23,8 +23,7 @@ from lockstep.parameter_server.sparse_rows import TouchedRows, sparsify
 from lockstep.parameter_server.state_sync import (
     STATE,
     Additivity,
-    DeltaAccumulator,
-    SeedOffsets,
+    FollowedState,
     StepState,
     compute_deltas,
     merge_rules,
@@ -78,11 +77,11 @@ class WorkerFit:
         self._touched = TouchedRows(model, log)
         model.reset_metrics()
         self._zero_metrics = [np.asarray(variable.value) for variable in variables_of(model)[3]]
-        self._pass, self._state = "", -1
+        self._pass = ""
+        self._followed = FollowedState(self._merge_rules, lambda: task_client.wait_for(call, STATE))
         self._hooks: list[EpochHook] = []
         self._non_trainable: Values = []
-        self._first_update = self._steps_before = 0
-        self._seed_offsets: SeedOffsets | None = None
+        self._steps_before = 0
         self._additivity = Additivity(self._merge_rules)
         self._traffic = 0
         self._is_checked = False  # whether the parts of a batch give the numbers of the batch
@@ -106,8 +105,8 @@ class WorkerFit:
         batch_part = None if part is None else BatchPart(what["update"], part, parts)
         self._update_state(what, task.arrays)
         values = self._pull_values(batch, batch_part)
-        steps = what["update"] - self._first_update
-        non_trainable = self._observe_seeds(values, batch).apply(self._non_trainable, steps, part or 0)
+        make = lambda: self._compute(values, self._non_trainable, self._zero_metrics, batch).non_trainable  # noqa: E731
+        non_trainable = self._followed.at_step(self._non_trainable, make, what["update"], part or 0)
         found = self._compute(values, non_trainable, self._zero_metrics, batch)
         if self._touched.has_nan_rows and has_nan(found):
             values = self._pull_values(batch, batch_part, is_whole=True)
@@ -156,18 +155,7 @@ class WorkerFit:
         """Take over the chief's values of non-trainable variables and of the optimizer, and its count of steps."""
         self._steps_before = what["steps_before"]
         self._step.set_optimizer(what["optimizer"])
-        if what["state"] != self._state:
-            message, arrays = self._task_client.wait_for(self._call, STATE)
-            self._state, self._first_update = message["number"], message["update"]
-            self._non_trainable = [arrays[str(number)] for number in range(len(self._merge_rules))]
-        self._non_trainable = DeltaAccumulator.with_changing_values(self._non_trainable, newest)
-
-    def _observe_seeds(self, values: Mapping[str, Any], batch: Any) -> SeedOffsets:
-        """Find out from the first step how a step advances seeds."""
-        if self._seed_offsets is None:
-            first = self._compute(values, self._non_trainable, self._zero_metrics, batch)
-            self._seed_offsets = SeedOffsets(self._merge_rules, first.non_trainable, self._non_trainable)
-        return self._seed_offsets
+        self._non_trainable = self._followed.newest(what["state"], newest)
 
     def _observe_changes(
         self, values: Mapping[str, Any], non_trainable: Values, found: GradientResult, batch: Any
