@@ -47,6 +47,14 @@ def test_keys_that_look_alike_keep_their_arrays():
     assert {key: array[0] for key, array in found.items()} == {1: 0.0, "1": 1.0, "a\0": 2.0}
 
 
+def test_keys_of_numpy_are_kept_apart():
+    value = {np.int64(1): "a", np.int64(2): np.ones(2), (np.float32(0.5), np.int8(3)): np.float32(7)}
+    found = there_and_back(SimpleNamespace(value=value), SimpleNamespace()).value
+    assert [*found] == [*value]
+    assert [type(key) for key in found] == [np.int64, np.int64, tuple]
+    assert (found[1], found[2].tolist(), found[0.5, 3]) == ("a", [1, 1], 7)
+
+
 UNKEPT = {
     "object": object(),
     "builtin": print,

@@ -320,7 +320,10 @@ def _packed(value: Any, name: str, arrays: dict[str, np.ndarray]) -> Any:
     if type(value) is dict:
         pairs = enumerate(value.items())  # Numbers make the names, as keys may look alike: 1 and "1".
         return {
-            "dict": [[_packed(key, name, arrays), _packed(item, f"{name}/{n}", arrays)] for n, (key, item) in pairs]
+            "dict": [
+                [_packed(key, f"{name}/{n}/key", arrays), _packed(item, f"{name}/{n}", arrays)]
+                for n, (key, item) in pairs
+            ]
         }
     if isinstance(value, FunctionType) and vars(keras.ops).get(value.__name__) is value:
         return {"keras.ops": value.__name__}
