@@ -477,6 +477,29 @@ def test_what_has_not_changed_since_the_begin_is_not_what_an_epoch_that_is_begun
     assert all(has_timer for _, _, has_timer in heard)
 
 
+class Best(keras.callbacks.Callback):
+    """Gets a value in the first epoch, which no later epoch changes."""
+
+    def __init__(self, left):
+        super().__init__()
+        self.best, self.table, self.tell = None, None, left.append
+
+    def on_epoch_end(self, epoch, logs=None):
+        if epoch == 0:
+            self.best, self.table = 0.5, np.arange(3)
+        self.tell((self.best, self.table is not None and self.table.tolist()))
+
+
+def test_state_of_an_earlier_call_of_the_run_that_a_later_one_does_not_change_comes_back(tmp_path):
+    left, options = [], {"save_freq": 2, "extend": True}
+    callback = Best(left)
+    for _ in range(2):
+        Run(tmp_path, epochs=1, options=options).fit(callbacks=[callback])
+    for _ in range(2):  # other processes
+        Run(tmp_path, epochs=1, options=options).fit(callbacks=[Best(left)])
+    assert left == [(0.5, [0, 1, 2])] * 4
+
+
 def test_the_best_weights_of_a_model_in_half_precision_go_on(tmp_path):
     def best(epochs):
         keras.utils.set_random_seed(1)

@@ -277,7 +277,8 @@ class FitCheckpoint(StepHook):
         self._writes_shards = False
         self._variables, self._versions = ModelVariables(self._model), used_versions()
         self.callbacks: list[keras.callbacks.Callback] = []
-        self._first_attributes: list[dict[str, Any]] = []  # of the other callbacks, when training began
+        # Of the other callbacks, when training began, without those that the run has changed before.
+        self._first_attributes: list[dict[str, Any]] = []
         self.resumed, self._position, self._logs = resumed, resumed.position, resumed.logs
         self._current: tuple[int, int] | None = None  # epoch and batch of the step that Keras is at
         self._unreported_steps = 0  # steps that were started since a batch ended; with steps_per_execution several
@@ -610,6 +611,8 @@ class FitCheckpoint(StepHook):
             if entry:
                 entries.remove(entry)
                 unpacked_attributes(callback, entry[1], arrays, first)
+                for attribute in entry[1]:  # The run has changed it, even if this call does not.
+                    first.pop(attribute, None)
         self._model.stop_training = self.resumed.is_stopped or (
             metadata["stop_training"] and self.resumed.position.batch > 0
         )
