@@ -144,7 +144,7 @@ def attachment_of(is_chief):
     ]
     workers = [(rows[0], {"waited": 5.0, "read": 1.0}), (rows[1], {"waited": 6.0, "read": 7.0})]
     timer = StepTimer(lambda: 0.0, 100)
-    return Attachment(timer, (None,) * 4, FlopCounter(), bool, is_chief, print, print, lambda: workers)
+    return Attachment(timer, (None,) * 4, FlopCounter(), bool, bool, is_chief, print, print, lambda: workers)
 
 
 def test_exporter_serves_each_worker_at_the_chief(client):

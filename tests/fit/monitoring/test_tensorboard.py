@@ -204,6 +204,22 @@ def test_the_step_at_which_a_run_is_preempted_is_written(tmp_path):
     assert len(steps) >= STEPS
 
 
+def test_a_validation_that_a_preemption_cuts_short_is_written_when_it_is_whole(tmp_path):
+    def stop(batch, logs):
+        if batch == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def run(*callbacks):
+        callbacks = (*callbacks, TensorBoard(tmp_path / "logs"), BackupAndRestore(tmp_path / "run"))
+        return fit(built(), *callbacks, epochs=2, validation_split=0.4, validation_batch_size=4)
+
+    with pytest.raises(SystemExit):
+        run(keras.callbacks.LambdaCallback(on_test_batch_end=stop))
+    logs = run()
+    found = shown(tmp_path / "logs" / "validation")
+    assert curve(found, "evaluation_loss_vs_iterations") == floats(logs["val_loss"], (3, 6))
+
+
 def test_a_second_fit_counts_on(tmp_path):
     model, board = built(), TensorBoard(tmp_path, update_freq=1)
     fit(model, board, epochs=1)

@@ -94,7 +94,7 @@ class CheckpointCallbackList(keras.callbacks.CallbackList):
     """
 
     def __init__(self, run: FitCheckpoint, callbacks: list[keras.callbacks.Callback], **options: Any) -> None:
-        self._run, self._epoch, self._is_whole_validation = run, 0, True
+        self._run, self._epoch = run, 0
         super().__init__(callbacks, add_history=True, **options)
         run.callbacks = self.callbacks
 
@@ -128,13 +128,13 @@ class CheckpointCallbackList(keras.callbacks.CallbackList):
     def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
         """See Keras."""
         super().on_test_batch_end(batch, logs)
-        self._is_whole_validation = self._is_whole_validation and not self._run.is_preempted()
-        self.model.stop_evaluating = self.model.stop_evaluating or not self._is_whole_validation
+        self._run.validation_step_ended()
+        self.model.stop_evaluating = self.model.stop_evaluating or self._run.is_validation_cut
 
     def on_test_end(self, logs: Any = None) -> None:
         """See Keras."""
         super().on_test_end(logs)
-        self._run.validation_ended(self._is_whole_validation)
+        self._run.validation_ended()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """See Keras."""

@@ -254,6 +254,7 @@ class FitCheckpoint(StepHook):
     Attributes:
         callbacks: all callbacks of the call.
         resumed: see above.
+        is_validation_cut: whether a preemption cuts the running validation short, so that its metrics are those of some batches only.
     """
 
     def __init__(
@@ -283,6 +284,7 @@ class FitCheckpoint(StepHook):
         self._current: tuple[int, int] | None = None  # epoch and batch of the step that Keras is at
         self._unreported_steps = 0  # steps that were started since a batch ended; with steps_per_execution several
         self._before_validation: _SavePoint | None = None
+        self.is_validation_cut = False
         self._rate = _learning_rate(self._model)  # that the program has given
         self._rows: int | None = resumed.metadata.get("rows")  # of a batch that does not end a pass
         self._earlier_fit: FitRecord | None = None  # how the earlier run was trained, until it was compared
@@ -380,13 +382,13 @@ class FitCheckpoint(StepHook):
         hearing = [number for number, callback in enumerate(self._other_callbacks) if _hears_validation(callback)]
         self._before_validation = replace(point, callbacks={number: self._packed(number) for number in hearing})
 
-    def is_preempted(self) -> bool:
-        """Return whether all processes stop now; called after each step of a validation."""
-        return self._preemption.end_step()
+    def validation_step_ended(self) -> None:
+        """Note if all processes stop now, so that a preemption cuts the validation short."""
+        self.is_validation_cut = self.is_validation_cut or self._preemption.end_step()
 
-    def validation_ended(self, is_whole: bool) -> None:
+    def validation_ended(self) -> None:
         """End the process after a validation that a preemption cut short; its variables are those of the model again."""
-        if not is_whole and self._before_validation:
+        if self.is_validation_cut and self._before_validation:
             self.save(self._before_validation)
             self._exit()
         self._before_validation = None

@@ -288,7 +288,15 @@ def _monitored(
         counter, is_chief = FlopCounter(), context.process_group.process == 0
         add_step_hook(counter)
         attachment = Attachment(
-            timer, devices, counter, lambda: data.resumed, is_chief, context.log, add_step_hook, status.workers
+            timer,
+            devices,
+            counter,
+            is_resumed=lambda: data.resumed,
+            is_validation_cut=lambda: context.checkpoint is not None and context.checkpoint.is_validation_cut,
+            is_chief=is_chief,
+            log=context.log,
+            add_step_hook=add_step_hook,
+            workers=status.workers,
         )
         with context.process_group.saving():  # A resumed run reads its files of TensorBoard, which may be long.
             for monitor in monitors:

@@ -187,6 +187,7 @@ class Attachment:
         devices: devices of all processes.
         flop_counter: counts the operations of a step.
         is_resumed: returns whether training resumes an earlier run, once the first epoch begins.
+        is_validation_cut: returns whether a preemption cuts the running validation short; a resumed run validates again.
         is_chief: whether this process prints and writes.
         log: takes a line for the user.
         add_step_hook: adds a hook until the call ends.
@@ -197,6 +198,7 @@ class Attachment:
     devices: tuple[jax.Device, ...]
     flop_counter: FlopCounter
     is_resumed: Callable[[], bool]
+    is_validation_cut: Callable[[], bool]
     is_chief: bool
     log: Callable[[str], None]
     add_step_hook: Callable[[StepHook], None]

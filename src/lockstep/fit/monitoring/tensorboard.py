@@ -297,7 +297,7 @@ class TensorBoard(MonitorCallback):
 
     def on_test_end(self, logs: Any = None) -> None:
         """See Keras."""
-        if self._run:
+        if self._run and not self.attachment.is_validation_cut():
             values = {f"evaluation_{name}_vs_iterations": value for name, value in (logs or {}).items()}
             self._run.write("validation", self._run.step, _scalars(values))
 
