@@ -477,6 +477,31 @@ def test_what_has_not_changed_since_the_begin_is_not_what_an_epoch_that_is_begun
     assert all(has_timer for _, _, has_timer in heard)
 
 
+class LogsRate(keras.callbacks.Callback):
+    """Puts the variable of the learning rate, which is not its number, into the logs."""
+
+    def on_epoch_end(self, epoch, logs=None):
+        logs["rate"] = self.model.optimizer.learning_rate
+
+
+@pytest.mark.parametrize("stop", [5, 7])
+def test_a_variable_in_the_logs_costs_nothing_of_the_history(stop, tmp_path):
+    def run(number=None):
+        with lockstep.MirroredStrategy(["cpu:0"], replicas=2).scope():
+            model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+            model.compile(keras.optimizers.SGD(0.25), "mse")
+        backup = BackupAndRestore(tmp_path, save_freq=1, async_=False)
+        callbacks = [backup, LogsRate(), *([BreakOff(number)] if number else [])]
+        return model.fit(np.ones((16, 2)), np.ones((16, 1)), batch_size=4, epochs=3, verbose=0, callbacks=callbacks)
+
+    with pytest.raises(BrokenOffError):
+        run(stop)
+    history = run()
+    assert history.epoch == [0, 1, 2]
+    assert [float(rate) for rate in history.history["rate"]] == [0.25] * 3
+    assert len(history.history["loss"]) == 3
+
+
 class Best(keras.callbacks.Callback):
     """Gets a value in the first epoch, which no later epoch changes."""
 

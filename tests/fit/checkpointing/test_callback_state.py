@@ -1,6 +1,7 @@
 """Attributes of callbacks go to a checkpoint and come back; what is no value stays with its process."""
 
 import json
+from collections import Counter, OrderedDict, defaultdict, deque
 from types import SimpleNamespace
 
 import jax
@@ -24,6 +25,14 @@ VALUES = [
     np.float32(0.25),
     np.ones(2, ml_dtypes.bfloat16),
     keras.ops.less,
+    {1, "two", (3, None)},
+    frozenset([0.5, np.int64(2)]),
+    deque([1, [2]], maxlen=3),
+    deque([1]),
+    Counter("abca"),
+    OrderedDict([("b", 1), ("a", {2})]),
+    defaultdict(list, {np.int64(1): [2]}),
+    defaultdict(None, a=1),
 ]
 
 
@@ -39,6 +48,28 @@ def test_a_value_comes_back_as_it_was(value):
     found = there_and_back(SimpleNamespace(value=value), SimpleNamespace()).value
     assert type(found) is type(value)
     assert np.array_equal(found, value) if isinstance(value, np.ndarray) else found == value
+    assert getattr(found, "maxlen", None) == getattr(value, "maxlen", None)
+    assert getattr(found, "default_factory", None) == getattr(value, "default_factory", None)
+    assert not isinstance(value, OrderedDict) or [*found] == [*value]
+
+
+def test_a_variable_is_kept_by_its_value_also_beside_others():
+    found = there_and_back(SimpleNamespace(value=[1, {"lr": keras.Variable(0.5)}]), SimpleNamespace()).value
+    assert (found[0], float(found[1]["lr"])) == (1, 0.5)
+
+
+def test_a_variable_that_an_attribute_has_gets_its_value():
+    def made(number):
+        inner = {"a": (keras.Variable(number), 1)}
+        return SimpleNamespace(one=keras.Variable([number, 0.0]), more=[keras.Variable(number)], inner=inner)
+
+    target = made(0.0)
+    held = target.one, target.more[0], target.inner["a"][0]
+    owner = made(3.0)
+    owner.more.append(4)
+    there_and_back(owner, target)
+    assert (target.one, target.more, target.inner) == (held[0], [held[1], 4], {"a": (held[2], 1)})
+    assert [np.asarray(each).tolist() for each in held] == [[3.0, 0.0], 3.0, 3.0]
 
 
 def test_keys_that_look_alike_keep_their_arrays():
@@ -59,8 +90,11 @@ UNKEPT = {
     "object": object(),
     "builtin": print,
     "function": there_and_back,
-    "set": {1},
+    "set": {object()},
     "list": [object()],
+    "deque": deque([1, object()]),
+    "dict": {"a": object()},
+    "defaultdict": defaultdict(lambda: 0),
     "text": np.array(["a"]),
     "long double": np.ones(2, "longdouble"),
 }

@@ -320,7 +320,8 @@ class FitCheckpoint(StepHook):
     def train_begins(self) -> None:
         """Restore the state, after ``on_train_begin`` of all callbacks."""
         self._first_attributes = [
-            first_attributes(callback, f"callback {number}") for number, callback in enumerate(self._other_callbacks)
+            first_attributes(callback, f"callback {number}", self._variables.value_of)
+            for number, callback in enumerate(self._other_callbacks)
         ]
         if self._variables.are_spread():
             self._share_writing()
@@ -489,7 +490,8 @@ class FitCheckpoint(StepHook):
 
     def _packed(self, number: int) -> _Packed:
         callback, arrays = self._other_callbacks[number], dict[str, np.ndarray]()
-        attributes = packed_attributes(callback, f"callback {number}", arrays, self._first_attributes[number])
+        first, value_of = self._first_attributes[number], self._variables.value_of
+        attributes = packed_attributes(callback, f"callback {number}", arrays, first, value_of)
         return [type(callback).__name__, attributes], arrays
 
     def _save_point(self, position: TrainPosition, is_epoch_over: bool, kinds: Iterable[str] = ()) -> _SavePoint:

@@ -14,6 +14,7 @@ import hashlib
 import inspect
 import re
 import reprlib
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -70,14 +71,21 @@ class ModelVariables:
             wanted: whether this process needs the copies. All processes call this, as they have shards of sharded variables.
             in_shards: see :func:`copies_of`.
         """
-        named = self.named()
-        if self.state is None or trainer.is_synced(self._model):
-            values = {name: variable.value for name, variable in named.items()}
-        else:
-            values = dict(zip(named, (array for part in self.state for array in part), strict=True))
+        values = self._newest()
         chosen = {name: value for name, value in values.items() if not kinds or name.partition("/")[0] in kinds}
         copies = copies_of(list(chosen.values()), wanted=wanted, in_shards=in_shards)
         return dict(zip(chosen, copies, strict=True))
+
+    def value_of(self, variable: keras.Variable) -> Any:
+        """Return the current value of a variable of this model, or of another one."""
+        name = next((name for name, each in self.named().items() if each is variable), None)
+        return variable.value if name is None else self._newest()[name]
+
+    def _newest(self) -> dict[str, Any]:
+        named = self.named()
+        if self.state is None or trainer.is_synced(self._model):
+            return {name: variable.value for name, variable in named.items()}
+        return dict(zip(named, (array for part in self.state for array in part), strict=True))
 
     def set(self, arrays: Mapping[str, np.ndarray], paths: Mapping[str, str], source: str) -> None:
         """Set all variables. Args and errors are those of :meth:`check`; after one of these no variable is changed."""
@@ -229,7 +237,20 @@ class _NoValueError(Exception):
     """A value is neither a number, text nor an array."""
 
 
-def packed_attributes(owner: Any, name: str, arrays: dict[str, np.ndarray], first: Mapping[str, Any]) -> dict[str, Any]:
+_ValueOf = Callable[[keras.Variable], Any]
+
+
+def _own_value(variable: keras.Variable) -> Any:
+    return variable.value
+
+
+def packed_attributes(
+    owner: Any,
+    name: str,
+    arrays: dict[str, np.ndarray],
+    first: Mapping[str, Any],
+    value_of: _ValueOf = _own_value,
+) -> dict[str, Any]:
     """Return the attributes of an object that are values, as JSON.
 
     Args:
@@ -237,23 +258,25 @@ def packed_attributes(owner: Any, name: str, arrays: dict[str, np.ndarray], firs
         name: prefix of the names of its arrays.
         arrays: gets copies of its arrays.
         first: result of :func:`first_attributes`; attributes that have not changed since are left out, so that another run may choose them anew.
+        value_of: returns the current value of a variable, as within an epoch those of the model do not have theirs.
     """
     found = {}
-    for attribute, packed, own_arrays in _values(owner, name):
+    for attribute, packed, own_arrays in _values(owner, name, value_of):
         if attribute not in first or first[attribute] != _comparable(packed, own_arrays):
             arrays |= {key: array.copy() for key, array in own_arrays.items()}
             found[attribute] = packed
     return found
 
 
-def first_attributes(owner: Any, name: str) -> dict[str, Any]:
+def first_attributes(owner: Any, name: str, value_of: _ValueOf = _own_value) -> dict[str, Any]:
     """Return the attributes of an object that are values: as JSON, or a digest if there are arrays in them.
 
     Args:
         owner: a callback.
         name: prefix of the names of its arrays.
+        value_of: see :func:`packed_attributes`.
     """
-    return {attribute: _comparable(packed, arrays) for attribute, packed, arrays in _values(owner, name)}
+    return {attribute: _comparable(packed, arrays) for attribute, packed, arrays in _values(owner, name, value_of)}
 
 
 @dataclass(frozen=True)
@@ -272,13 +295,13 @@ def _comparable(packed: Any, arrays: Mapping[str, np.ndarray]) -> Any:
     return _Digest(found.hexdigest())
 
 
-def _values(owner: Any, name: str) -> Iterator[tuple[str, Any, dict[str, np.ndarray]]]:
+def _values(owner: Any, name: str, value_of: _ValueOf) -> Iterator[tuple[str, Any, dict[str, np.ndarray]]]:
     """Yield the attributes that are values: the name, the value as JSON, and the arrays in it."""
     for attribute, value in vars(owner).items():
         arrays: dict[str, np.ndarray] = {}
         if _is_kept(type(owner), attribute):
             with contextlib.suppress(_NoValueError):
-                yield attribute, _packed(value, f"{name}/{attribute}", arrays), arrays
+                yield attribute, _packed(value, f"{name}/{attribute}", arrays, value_of), arrays
 
 
 def unpacked_attributes(
@@ -292,42 +315,76 @@ def unpacked_attributes(
         arrays: by name.
         first: values for absent attributes, which had not changed; an epoch that is begun anew may have changed them.
     """
-    now = {attribute for attribute, _, _ in _values(owner, "")}
+    now = {attribute for attribute, _, _ in _values(owner, "", _own_value)}
     unchanged = {key: value for key, value in first.items() if key in now and not isinstance(value, _Digest)}
     for attribute, value in (unchanged | dict(packed)).items():
         if _is_kept(type(owner), attribute):
-            vars(owner)[attribute] = _unpacked(value, arrays)
+            vars(owner)[attribute] = _assigned(vars(owner).get(attribute), _unpacked(value, arrays))
 
 
-def _packed(value: Any, name: str, arrays: dict[str, np.ndarray]) -> Any:
-    if value is None or (isinstance(value, (bool, int, float, str)) and type(value) in (bool, int, float, str)):
+def _assigned(now: Any, restored: Any) -> Any:
+    """Return a restored value with the variables that the attribute has now, which get their restored values: others may have them, too."""
+    if isinstance(now, keras.Variable):
+        if isinstance(restored, np.ndarray) and restored.shape == tuple(now.shape):
+            set_from_host(now, restored)
+        return now
+    if isinstance(now, (list, tuple)) and type(restored) is type(now):
+        pairs = zip(now, restored, strict=False)  # There may be more of either.
+        return type(restored)([*(_assigned(*pair) for pair in pairs), *restored[len(now) :]])
+    if isinstance(now, dict) and type(restored) is type(now):
+        restored.update({key: _assigned(now[key], item) for key, item in restored.items() if key in now})
+    return restored
+
+
+# The kinds of containers that checkpoints have, by name; a deque has its maxlen, too, and a defaultdict the name of what makes its items.
+_SEQUENCES: dict[str, Any] = {kind.__name__: kind for kind in (list, tuple, set, frozenset)}
+_MAPPINGS: dict[str, Any] = {kind.__name__: kind for kind in (dict, Counter, OrderedDict)}
+_FACTORIES = _SEQUENCES | _MAPPINGS | {kind.__name__: kind for kind in (bool, int, float, str, deque)}
+
+
+def _packed(value: Any, name: str, arrays: dict[str, np.ndarray], value_of: _ValueOf) -> Any:
+    kind = type(value)
+    if value is None or kind in (bool, int, float, str):
         return value
+    if isinstance(value, keras.Variable):
+        value = value_of(value)
+    if isinstance(value, (jax.Array, np.ndarray, np.generic)):
+        return _packed_array(value, name, arrays)
+    if isinstance(value, FunctionType) and vars(keras.ops).get(value.__name__) is value:
+        return {"keras.ops": value.__name__}
+
+    def items() -> list[Any]:
+        return [_packed(item, f"{name}/{n}", arrays, value_of) for n, item in enumerate(value)]
+
+    def pairs() -> list[Any]:
+        """The items with their keys; numbers make the names, as keys may look alike: 1 and "1"."""
+        keys = [_packed(key, f"{name}/{n}/key", arrays, value_of) for n, key in enumerate(value)]
+        found = [_packed(item, f"{name}/{n}", arrays, value_of) for n, item in enumerate(value.values())]
+        return [list(pair) for pair in zip(keys, found, strict=True)]
+
+    if kind in _SEQUENCES.values():
+        return {kind.__name__: items()}
+    if kind in _MAPPINGS.values():
+        return {kind.__name__: pairs()}
+    if kind is deque:
+        return {"deque": [items(), value.maxlen]}
+    if kind is defaultdict and value.default_factory in (None, *_FACTORIES.values()):
+        return {"defaultdict": [pairs(), value.default_factory and value.default_factory.__name__]}
+    raise _NoValueError
+
+
+def _packed_array(value: Any, name: str, arrays: dict[str, np.ndarray]) -> Any:
     if isinstance(value, jax.Array):
         if isinstance(value, jax.core.Tracer) or value.is_deleted() or is_spread(value):
             raise _NoValueError
         if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
-            data = _packed(np.asarray(jax.random.key_data(value)), name, arrays)
+            data = _packed_array(np.asarray(jax.random.key_data(value)), name, arrays)
             return {"key": [str(jax.random.key_impl(value)), data]}
-        value = np.asarray(value)
-    if isinstance(value, (np.ndarray, np.generic)):
-        array = np.asarray(value)
-        if array.dtype.name not in DTYPES:
-            raise _NoValueError
-        arrays[name] = array
-        return {"array": name, "scalar": isinstance(value, np.generic)}
-    if type(value) in (list, tuple):
-        return {type(value).__name__: [_packed(item, f"{name}/{n}", arrays) for n, item in enumerate(value)]}
-    if type(value) is dict:
-        pairs = enumerate(value.items())  # Numbers make the names, as keys may look alike: 1 and "1".
-        return {
-            "dict": [
-                [_packed(key, f"{name}/{n}/key", arrays), _packed(item, f"{name}/{n}", arrays)]
-                for n, (key, item) in pairs
-            ]
-        }
-    if isinstance(value, FunctionType) and vars(keras.ops).get(value.__name__) is value:
-        return {"keras.ops": value.__name__}
-    raise _NoValueError
+    array = np.asarray(value)
+    if array.dtype.name not in DTYPES:
+        raise _NoValueError
+    arrays[name] = array
+    return {"array": name, "scalar": isinstance(value, np.generic)}
 
 
 def _unpacked(packed: Any, arrays: Mapping[str, np.ndarray]) -> Any:
@@ -338,8 +395,6 @@ def _unpacked(packed: Any, arrays: Mapping[str, np.ndarray]) -> Any:
     if kind == "array":
         array = arrays[inside]
         return array[()] if packed["scalar"] and not array.ndim else array.copy()
-    if kind == "dict":
-        return {_unpacked(key, arrays): _unpacked(item, arrays) for key, item in inside}
     if kind == "key":
         implementation, data = inside
         return jax.random.wrap_key_data(_unpacked(data, arrays), impl=implementation)
@@ -348,10 +403,20 @@ def _unpacked(packed: Any, arrays: Mapping[str, np.ndarray]) -> Any:
         if not isinstance(function, FunctionType):
             raise ValueError(f"keras.ops.{inside} is no function")
         return function
-    if kind not in ("list", "tuple") or type(inside) is not list:
+    if kind in _MAPPINGS:
+        return _MAPPINGS[kind](_unpacked_pairs(inside, arrays))
+    if kind == "defaultdict":
+        pairs, factory = inside
+        return defaultdict(None if factory is None else _FACTORIES[factory], _unpacked_pairs(pairs, arrays))
+    items, limit = inside if kind == "deque" else (inside, None)
+    if (kind not in _SEQUENCES and kind != "deque") or type(items) is not list:
         raise ValueError(f"a value of kind {kind}")
-    items = [_unpacked(item, arrays) for item in inside]
-    return tuple(items) if kind == "tuple" else items
+    unpacked = [_unpacked(item, arrays) for item in items]
+    return deque(unpacked, limit) if kind == "deque" else _SEQUENCES[kind](unpacked)
+
+
+def _unpacked_pairs(pairs: Any, arrays: Mapping[str, np.ndarray]) -> dict[Any, Any]:
+    return {_unpacked(key, arrays): _unpacked(item, arrays) for key, item in pairs}
 
 
 # Metadata.
