@@ -273,25 +273,55 @@ def test_a_damaged_newest_one_is_passed_over(tmp_path, caplog):
 class Halves(keras.metrics.Metric):
     """Has two results."""
 
-    def __init__(self):
+    def __init__(self, form):
         super().__init__(name="halves")
+        self.form = form
         self.total = self.add_variable((), "zeros", name="total")
 
     def update_state(self, y_true, y_pred, sample_weight=None):
         self.total.assign_add(keras.ops.cast(keras.ops.sum(y_true), "float32"))
 
     def result(self):
-        return {"one": self.total / 2, "two": {"other": self.total / 2}}
+        return self.form(self.total / 2)
+
+
+def nested(half):
+    return {"one": half, "two": {"other": half}}
 
 
 @pytest.mark.slow
 def test_a_metric_of_several_results_is_kept(tmp_path):
-    expected = Run(None, metrics=("accuracy", Halves())).fit(backup=False)
-    assert Run(tmp_path, metrics=("accuracy", Halves())).fit(6) is None
+    expected = Run(None, metrics=("accuracy", Halves(nested))).fit(backup=False)
+    assert Run(tmp_path, metrics=("accuracy", Halves(nested))).fit(6) is None
     assert CheckpointStore(tmp_path).steps() == [2, 4, 5]
-    again = Run(tmp_path, metrics=("accuracy", Halves()))
+    again = Run(tmp_path, metrics=("accuracy", Halves(nested)))
     assert again.fit() == expected
     assert again.heard[0] == (1, 0)
+
+
+@pytest.mark.parametrize(
+    ("form", "name"),
+    [(lambda half: (half, [half]), "halves"), (lambda half: {1: half, 2: (half,)}, 2)],
+    ids=["tuple", "numbers"],
+)
+@pytest.mark.parametrize("stop", [5, 6])
+def test_a_metric_whose_results_are_no_json_is_kept(form, name, stop, tmp_path):
+    def run(folder, *callbacks):
+        keras.utils.set_random_seed(1)
+        with lockstep.MirroredStrategy(["cpu:0"], replicas=2).scope():
+            model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+            model.compile("sgd", "mse", metrics=[Halves(form)])
+        callbacks = [*callbacks, BackupAndRestore(folder, save_freq=1, async_=False)]
+        x, y = np.ones((16, 2)), np.ones((16, 1))
+        return model.fit(x, y, batch_size=4, epochs=2, verbose=0, callbacks=callbacks).history
+
+    expected = run(tmp_path / "whole")
+    with pytest.raises(BrokenOffError):
+        run(tmp_path / "stopped", BreakOff(stop))
+    found = run(tmp_path / "stopped")
+    assert CheckpointStore(tmp_path / "stopped").steps() == [6, 7, 8]
+    assert {**found, name: None} == {**expected, name: None}
+    assert jax.tree.map(float, found[name]) == jax.tree.map(float, expected[name])
 
 
 def test_a_disk_that_fails_costs_checkpoints_and_no_training(tmp_path, caplog, monkeypatch):

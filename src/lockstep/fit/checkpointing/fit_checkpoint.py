@@ -34,7 +34,9 @@ from lockstep.fit.checkpointing.model_state import (
     MetadataCheck,
     ModelVariables,
     first_attributes,
+    numbered_logs,
     packed_attributes,
+    packed_logs,
     unpacked_attributes,
 )
 from lockstep.fit.checkpointing.preemption import Preemption, exit_after_checkpoint
@@ -122,7 +124,7 @@ class ResumedRun:
     @property
     def logs(self) -> Any:
         """The logs of the last step."""
-        return jax.tree.map(lambda number: self.arrays[f"logs/{number}"], self.metadata.get("logs", {}))
+        return jax.tree.map(lambda number: self.arrays[f"logs/{number}"], numbered_logs(self.metadata.get("logs", {})))
 
     def has_done(self, epoch: int, batch: int) -> bool:
         """Whether the earlier run has trained this batch of this epoch, or has found the end of the epoch before it."""
@@ -465,7 +467,7 @@ class FitCheckpoint(StepHook):
         """Return the metadata of a checkpoint, and the arrays of callbacks and logs; those of logs may still be computed."""
         packed = [point.callbacks.get(number) or self._packed(number) for number in range(len(self._first_attributes))]
         arrays = {name: array for _, own in packed for name, array in own.items()}
-        logs, structure = jax.tree.flatten(self._logs)  # A metric may have several results, in a dict.
+        named_logs, logs = packed_logs(self._logs)
         metadata = {  # These names are those on disk.
             "epoch": point.position.epoch,
             "batch": point.position.batch,
@@ -479,7 +481,7 @@ class FitCheckpoint(StepHook):
             "validation": point.validation.to_json() if point.validation else None,
             "random": point.random,
             "callbacks": [attributes for attributes, _ in packed],
-            "logs": jax.tree.unflatten(structure, range(len(logs))),
+            "logs": named_logs,
             "setup": self._setup,
             "steps_per_execution": self._model.steps_per_execution,
             "replicas": self._setup["replicas"],

@@ -419,6 +419,24 @@ def _unpacked_pairs(pairs: Any, arrays: Mapping[str, np.ndarray]) -> dict[Any, A
     return {_unpacked(key, arrays): _unpacked(item, arrays) for key, item in pairs}
 
 
+def packed_logs(logs: Mapping[Any, Any]) -> tuple[list[Any], list[Any]]:
+    """Return the logs of a step as JSON, with numbers in place of the values, and the values, which may still be computed.
+
+    The results of a metric may be a dict, list or tuple of values. What is of a class of its own, such as a named tuple, is left out.
+    """
+    values, structure = jax.tree.flatten(logs)
+    packed = []
+    for name, result in jax.tree.unflatten(structure, range(len(values))).items():
+        with contextlib.suppress(_NoValueError):
+            packed.append([_packed(each, "logs", {}, _own_value) for each in (name, result)])
+    return packed, values
+
+
+def numbered_logs(packed: Any) -> dict[Any, Any]:
+    """Return the logs of :func:`packed_logs`, with numbers in place of the values. Earlier versions have written this as it is."""
+    return packed if isinstance(packed, dict) else _unpacked_pairs(packed, {})
+
+
 # Metadata.
 
 
@@ -436,6 +454,11 @@ def _is_list_of(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
 
 def _is_dict_of(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda value: type(value) is dict and all(type(key) is str and fits(each) for key, each in value.items())
+
+
+def _is_lists_by_name(value: Any) -> bool:
+    # A result may have a number as its name.
+    return type(value) is dict and all(type(each) is list for each in value.values())
 
 
 def _is_text(value: Any) -> bool:
@@ -540,7 +563,7 @@ _FIELDS = {
         "a list of names with attributes",
         _is_list_of(lambda each: type(each) is list and len(each) == 2 and _is_text(each[0]) and type(each[1]) is dict),
     ),
-    "logs": _Field("values by name", lambda value: type(value) is dict),
+    "logs": _Field("values by name", lambda value: type(value) in (dict, list)),
     "setup": _Field("values by name", lambda value: type(value) is dict),
     "steps_per_execution": _Field(*_COUNT[:2], is_optional=True),
     "replicas": _Field(*_COUNT[:2], is_optional=True),
@@ -555,7 +578,7 @@ _KINDS_OF_STATE = {
     "counts": _Field("a list of whole numbers", _is_list_of(_is_count)),
     "flag": _FLAG,
     "function": _Field("a function of keras.ops, or null", _or_none(callable)),
-    "lists": _Field("lists by name", _is_dict_of(lambda each: type(each) is list)),
+    "lists": _Field("lists by name", _is_lists_by_name),
     "number": _Field("a number or null", _or_none(_is_number)),
     "numbers by name": _Field("numbers by name", _is_dict_of(_is_number)),
     "texts": _Field("a list of texts, or null", _or_none(_is_list_of(_is_text))),
@@ -623,7 +646,7 @@ def _check(loaded: Loaded, where: str, field: _Field, value: Any, read: Callable
 
 
 def _numbers_of_logs(logs: Any, arrays: Mapping[str, np.ndarray]) -> None:
-    for number in jax.tree.leaves(logs):
+    for number in jax.tree.leaves(numbered_logs(logs)):
         if not _is_count(number):
             raise ValueError(f"{number!r} is no number of an array")
         arrays[f"logs/{number}"]
