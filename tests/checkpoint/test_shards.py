@@ -15,7 +15,7 @@ import pytest
 
 from lockstep import CheckpointError, cli
 from lockstep.checkpoint.manifest import encode
-from lockstep.checkpoint.serialization import Snapshot, describe, open_stored, parts_of, shapes_of
+from lockstep.checkpoint.serialization import Snapshot, describe, open_stored, parts_of, specs_of
 from lockstep.checkpoint.shards import ArrayShard
 from lockstep.checkpoint.store import CheckpointStore, ShardedSnapshot, ShardedStore, shared_token
 from lockstep.fit.checkpointing.fit_checkpoint import on_all_processes
@@ -279,7 +279,7 @@ def test_arrays_that_stay_in_files_are_those_that_are_read_and_are_checked_each_
     (path,) = CheckpointStore(tmp_path, log=silent).paths()
     stored = open_stored(path).arrays
     assert_same(Snapshot(dict(stored), small(1).metadata), small(1))
-    assert shapes_of(stored) == shapes_of(small(1).arrays)
+    assert specs_of(stored) == specs_of(small(1).arrays)
     file = path / "part-1" / "arrays.npz"
     content = bytearray(file.read_bytes())
     entry = describe(path / "part-1").arrays[f"{SCALES} from 1"]

@@ -28,7 +28,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from lockstep._array_encoding import DTYPES, ML_DTYPES
+from lockstep._array_encoding import DTYPES, ML_DTYPES, ArraySpec
 from lockstep._atomic_files import REMOVED, WRITTEN, open_to_read, read_file, replace_file
 from lockstep._errors import CheckpointError, OptionError
 from lockstep.checkpoint.manifest import MANIFEST, Entry, Manifest, check_name, decode, encode
@@ -315,14 +315,16 @@ class StoredArrays(Mapping[str, np.ndarray]):
         pieces: pieces of all arrays.
 
     Attributes:
-        shapes: shapes of the arrays, by name; nothing is read for these.
+        specs: shapes and dtypes of the arrays, by name; nothing is read for these.
     """
 
     def __init__(self, pieces: Iterable[_StoredShard]) -> None:
         self._pieces: dict[str, list[_StoredShard]] = {}
         for piece in pieces:
             self._pieces.setdefault(piece.place.array, []).append(piece)
-        self.shapes = {name: pieces[0].place.shape for name, pieces in self._pieces.items()}
+        self.specs = {
+            name: ArraySpec(name, pieces[0].place.shape, pieces[0].entry.dtype) for name, pieces in self._pieces.items()
+        }
 
     def __getitem__(self, name: str) -> np.ndarray:
         arrays: dict[str, np.ndarray] = {}
@@ -337,9 +339,11 @@ class StoredArrays(Mapping[str, np.ndarray]):
         return len(self._pieces)
 
 
-def shapes_of(arrays: Mapping[str, np.ndarray]) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of arrays by name, without reading them from a file."""
-    return arrays.shapes if isinstance(arrays, StoredArrays) else {name: array.shape for name, array in arrays.items()}
+def specs_of(arrays: Mapping[str, np.ndarray]) -> dict[str, ArraySpec]:
+    """Return the shapes and dtypes of arrays by name, without reading them from a file."""
+    if isinstance(arrays, StoredArrays):
+        return arrays.specs
+    return {name: ArraySpec(name, array.shape, array.dtype.name) for name, array in arrays.items()}
 
 
 @dataclass(frozen=True, eq=False)

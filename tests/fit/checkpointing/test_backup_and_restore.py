@@ -191,6 +191,23 @@ def test_another_run_is_refused_with_both_sides(changed, message, tmp_path):
     assert CheckpointStore(tmp_path).steps() == before
 
 
+@pytest.mark.parametrize(("then", "now"), [("float32", "bfloat16"), ("bfloat16", "float32")])
+def test_variables_of_another_dtype_are_refused_with_both(then, now, tmp_path):
+    def trained(dtype, epochs):
+        keras.utils.set_random_seed(1)
+        with lockstep.MirroredStrategy(["cpu:0"], replicas=2).scope():
+            model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, dtype=dtype)])
+            model.compile("adam", "mse")
+        x, y, callbacks = np.ones((8, 2)), np.ones((8, 1)), [BackupAndRestore(tmp_path)]
+        return model.fit(x, y, epochs=epochs, verbose=0, callbacks=callbacks).epoch
+
+    trained(then, 1)
+    message = rf"another model: for .*/kernel of dtype {now} it has .*/kernel of dtype {then}\. Fix: build and compile"
+    with pytest.raises(lockstep.CheckpointError, match=message):
+        trained(now, 2)
+    assert trained(then, 2) == [0, 1]
+
+
 def test_a_position_within_a_call_of_several_steps_is_refused(tmp_path):
     assert Run(tmp_path, options={"save_freq": 1}).fit(stop=4) is None
     with pytest.raises(

@@ -31,7 +31,7 @@ from lockstep._errors import CheckpointError
 from lockstep._keras import trainer
 from lockstep._keras.callback_state import CALLBACK_STATE
 from lockstep._keras.variable_placement import set_from_host
-from lockstep.checkpoint.serialization import Loaded, array_digest, shapes_of
+from lockstep.checkpoint.serialization import Loaded, array_digest, specs_of
 from lockstep.checkpoint.shards import ArrayShard
 from lockstep.data.random_state import check_order_state, check_random_state
 from lockstep.data.resumable_iterator import expanded_hooks
@@ -102,14 +102,18 @@ class ModelVariables:
             source: source of the values, for messages.
 
         Raises:
-            CheckpointError: a value is missing, of another shape or of another optimizer, or there are others.
+            CheckpointError: a value is missing, of another shape, dtype or optimizer, or there are others.
         """
-        shapes, named = shapes_of(arrays), self.named()
+        specs, named = specs_of(arrays), self.named()
         for name, variable in named.items():
-            kept = shapes.get(name)
-            if kept != tuple(variable.shape):
-                found = "nothing" if kept is None else f"{paths.get(name, name)} of shape {kept}"
-                raise _another_model(source, f"for {variable.path} of shape {tuple(variable.shape)} it has {found}")
+            kept, shape = specs.get(name), tuple(variable.shape)
+            if kept is None or kept.shape != shape:
+                found = f"{paths.get(name, name)} of shape {kept.shape}" if kept else "nothing"
+                raise _another_model(source, f"for {variable.path} of shape {shape} it has {found}")
+            dtype = jax.dtypes.canonicalize_dtype(variable.dtype).name  # JAX may have no 64 bits.
+            if kept.dtype != dtype:
+                found = f"{paths.get(name, name)} of dtype {kept.dtype}"
+                raise _another_model(source, f"for {variable.path} of dtype {dtype} it has {found}")
             if name.startswith("optimizer/") and _purpose(paths.get(name, "")) != _purpose(variable.path):
                 raise _another_model(source, f"for {variable.path} of the optimizer it has {paths.get(name, name)}")
         if more := [path for name, path in paths.items() if name not in named]:
