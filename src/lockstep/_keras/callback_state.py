@@ -1,5 +1,7 @@
 """What the callbacks of Keras change in training, so that a checkpoint has it: attributes that are not documented, as of Keras 3.15."""
 
+import keras
+
 _SAVING = {"_batches_seen_since_last_saving": "count", "_last_batch_seen": "count", "_current_epoch": "count"}
 _MONITORING = {"best": "number", "min_delta": "number", "monitor_op": "function"}
 # What the callbacks of Keras change in training, and of which kind it is; all else is for their constructors to say.
@@ -28,3 +30,9 @@ CALLBACK_STATE: dict[str, dict[str, str]] = {
     },
     "TerminateOnNaN": {},
 }
+
+
+def emptied_file(callback: keras.callbacks.Callback) -> str | None:
+    """Return the name of a file that a callback has emptied when training began, though an earlier run wrote to it; None if it has not."""
+    is_emptied = isinstance(callback, keras.callbacks.CSVLogger) and not callback.append
+    return callback.filename if is_emptied else None

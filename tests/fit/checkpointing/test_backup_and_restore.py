@@ -549,6 +549,20 @@ def test_a_variable_in_the_logs_costs_nothing_of_the_history(stop, tmp_path):
     assert len(history.history["loss"]) == 3
 
 
+@pytest.mark.parametrize("append", [False, True])
+def test_a_log_that_a_resumed_run_has_emptied_is_told_once(append, tmp_path, caplog):
+    caplog.set_level(logging.INFO, "lockstep")
+    name = str(tmp_path / "log.csv")
+    run = {"folder": tmp_path / "run", "options": {"save_freq": "epoch"}}
+    for epochs in (1, 2):
+        Run(**run, epochs=epochs).fit(callbacks=[keras.callbacks.CSVLogger(name, append=append)])
+    line = (
+        f"CSVLogger has emptied {name}: the rows of the epochs before are lost. Fix: CSVLogger({name!r}, append=True)"
+    )
+    assert caplog.text.count(line) == caplog.text.count("CSVLogger has") == (not append)
+    assert len((tmp_path / "log.csv").read_text().splitlines()) == (3 if append else 2)
+
+
 class Best(keras.callbacks.Callback):
     """Gets a value in the first epoch, which no later epoch changes."""
 

@@ -17,6 +17,7 @@ import numpy as np
 
 from lockstep._errors import CheckpointError, InputError
 from lockstep._keras import trainer
+from lockstep._keras.callback_state import emptied_file
 from lockstep._version import used_versions
 from lockstep.checkpoint.async_writer import AsyncWriter
 from lockstep.checkpoint.serialization import Loaded, Snapshot, open_stored
@@ -344,6 +345,7 @@ class FitCheckpoint(StepHook):
         self._earlier_fit = fit_record(call, learning_rate_of(call))
         self._log(resume_message(resumed, self._backup.directory, self._data.steps))
         self._report_unused_rate()
+        self._report_emptied_files()
         changed = changed_versions_message(resumed.metadata.get("versions", self._versions), self._versions)
         if changed:
             self._log(changed)
@@ -591,6 +593,13 @@ class FitCheckpoint(StepHook):
                 "the checkpoint. Fix: set it with keras.callbacks.LearningRateScheduler, or begin anew with another directory"
             )
         self._rate = now if then is None else then
+
+    def _report_emptied_files(self) -> None:
+        """Log which files have lost what the earlier run wrote to them; there is nothing within the first epoch."""
+        for name in filter(None, map(emptied_file, self._other_callbacks)) if self.resumed.position.epoch else ():
+            self._log(
+                f"CSVLogger has emptied {name}: the rows of the epochs before are lost. Fix: CSVLogger({name!r}, append=True)"
+            )
 
     def _report_changed_batch(self) -> None:
         """Log, after the first step, if the batch has changed and the learning rate has not."""
