@@ -1,9 +1,10 @@
 """What the callbacks of Keras change in training, so that a checkpoint has it: attributes that are not documented, as of Keras 3.15."""
 
 import keras
+from keras.src.callbacks.monitor_callback import MonitorCallback
 
 _SAVING = {"_batches_seen_since_last_saving": "count", "_last_batch_seen": "count", "_current_epoch": "count"}
-_MONITORING = {"best": "number", "min_delta": "number", "monitor_op": "function"}
+_MONITORING = {"best": "number", "monitor_op": "function"}
 # What the callbacks of Keras change in training, and of which kind it is; all else is for their constructors to say.
 CALLBACK_STATE: dict[str, dict[str, str]] = {
     "BackupAndRestore": _SAVING,
@@ -30,6 +31,20 @@ CALLBACK_STATE: dict[str, dict[str, str]] = {
     },
     "TerminateOnNaN": {},
 }
+
+
+def monitored(callback: keras.callbacks.Callback) -> dict[str, str]:
+    """Return the arguments of a callback that say which metric its state is about; empty if it monitors none."""
+    return {
+        name: str(vars(callback).get(name)) for name in ("monitor", "mode") if isinstance(callback, MonitorCallback)
+    }
+
+
+def set_sign_of_min_delta(callback: keras.callbacks.Callback) -> None:
+    """Give ``min_delta``, an argument, the sign that Keras gives it when it chooses ``monitor_op``, which may have been restored."""
+    monitor_op = vars(callback).get("monitor_op")
+    if isinstance(callback, MonitorCallback) and monitor_op is not None:
+        callback.min_delta = abs(callback.min_delta) * (-1 if monitor_op is keras.ops.less else 1)
 
 
 def emptied_file(callback: keras.callbacks.Callback) -> str | None:

@@ -1,6 +1,7 @@
 """BackupAndRestore besides law 3: what is refused, what goes on, and what is kept when."""
 
 import contextlib
+import functools
 import itertools
 import logging
 import shutil
@@ -561,6 +562,55 @@ def test_a_log_that_a_resumed_run_has_emptied_is_told_once(append, tmp_path, cap
     )
     assert caplog.text.count(line) == caplog.text.count("CSVLogger has") == (not append)
     assert len((tmp_path / "log.csv").read_text().splitlines()) == (3 if append else 2)
+
+
+MONITORING = {
+    "EarlyStopping": keras.callbacks.EarlyStopping,
+    "ReduceLROnPlateau": keras.callbacks.ReduceLROnPlateau,
+    "ModelCheckpoint": functools.partial(
+        keras.callbacks.ModelCheckpoint, "best.weights.h5", save_best_only=True, save_weights_only=True
+    ),
+}
+
+
+def continued(callbacks, folder):
+    """Trains one epoch with each callback, from one checkpoint to the next; gives their state after ``on_train_begin``."""
+    found = []
+    for number, callback in enumerate(callbacks):
+        with lockstep.MirroredStrategy(["cpu:0"], replicas=2).scope():
+            model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+            model.compile("sgd", "mse", metrics=["mae"])
+        see = keras.callbacks.LambdaCallback(
+            on_epoch_begin=lambda epoch, logs, it=callback: found.append((it.best, it.min_delta, it.monitor_op))
+        )
+        backup = BackupAndRestore(folder, async_=False)
+        x, y = np.ones((8, 2)), np.ones((8, 1))
+        model.fit(x, y, epochs=number + 1, verbose=0, callbacks=[backup, callback, see])
+    return found
+
+
+@pytest.mark.parametrize("made", MONITORING.values(), ids=MONITORING)
+@pytest.mark.parametrize("changed", [{"monitor": "mae"}, {"mode": "max"}], ids=["monitor", "mode"])
+def test_state_about_another_metric_does_not_come_back_and_is_told(made, changed, tmp_path, caplog, monkeypatch):
+    caplog.set_level(logging.INFO, "lockstep")
+    monkeypatch.chdir(tmp_path)
+    before = {"monitor": "loss", "mode": "min"}
+    first, second = made(**before), made(**before | changed)
+    states = continued([first, second], tmp_path / "run")
+    assert states[1][0] is None
+    assert second.monitor_op is (keras.ops.greater if "mode" in changed else keras.ops.less)
+    line = f"{type(first).__name__} begins anew, as its state is about another metric: {before} then, {before | changed} now"
+    assert caplog.text.count(line) == caplog.text.count("begins anew, as") == 1
+
+
+@pytest.mark.parametrize("made", [MONITORING["EarlyStopping"], MONITORING["ReduceLROnPlateau"]])
+@pytest.mark.parametrize(("mode", "sign"), [("min", -1), ("max", 1)])
+def test_min_delta_is_that_of_the_program(made, mode, sign, tmp_path):
+    options = {"monitor": "loss", "mode": mode}
+    first, second = made(**options, min_delta=0.5), made(**options, min_delta=0.25)
+    states = continued([first, second], tmp_path)
+    assert (first.min_delta, second.min_delta) == (sign * 0.5, sign * 0.25)
+    assert states[1] == (first.best, sign * 0.25, first.monitor_op)
 
 
 class Best(keras.callbacks.Callback):

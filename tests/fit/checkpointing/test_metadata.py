@@ -205,7 +205,8 @@ def test_state_that_a_user_added_comes_back():
 NO_STATE = {  # What methods of Keras's callbacks assign besides state: objects, and what is made anew for each call of fit.
     "BackupAndRestore": set(),
     "CSVLogger": {"csv_file", "writer"},
-    "OrbaxCheckpoint": set(),
+    # An argument, of which Keras changes the sign.
+    **{name: {"min_delta"} for name in ("EarlyStopping", "ModelCheckpoint", "OrbaxCheckpoint", "ReduceLROnPlateau")},
     "ProgbarLogger": {"progbar", "epochs", "verbose"},
     "TensorBoard": {
         *("_batch_trace_context", "_is_tracing", "_log_write_dir", "_model", "_profiler_started", "_should_trace"),

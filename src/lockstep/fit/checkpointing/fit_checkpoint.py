@@ -17,7 +17,7 @@ import numpy as np
 
 from lockstep._errors import CheckpointError, InputError
 from lockstep._keras import trainer
-from lockstep._keras.callback_state import emptied_file
+from lockstep._keras.callback_state import emptied_file, monitored
 from lockstep._version import used_versions
 from lockstep.checkpoint.async_writer import AsyncWriter
 from lockstep.checkpoint.serialization import Loaded, Snapshot, open_stored
@@ -206,7 +206,7 @@ def changed_versions_message(then: Mapping[str, str], now: Mapping[str, str]) ->
 
 _PARTS_SECONDS = 3600.0  # for all workers to write their shards, after which the job fails
 _CHANGED_BY_VALIDATION = ("non_trainable", "metrics")
-# Of a callback: the name of its class with its attributes, and its arrays.
+# Of a callback: the name of its class with its attributes and what it monitors, and its arrays.
 _Packed = tuple[list[Any], dict[str, np.ndarray]]
 
 
@@ -283,6 +283,7 @@ class FitCheckpoint(StepHook):
         self.callbacks: list[keras.callbacks.Callback] = []
         # Of the other callbacks, when training began, without those that the run has changed before.
         self._first_attributes: list[dict[str, Any]] = []
+        self._resumed_attributes: dict[int, dict[str, Any]] = {}  # of the checkpoint, by the number of the callback
         self.resumed, self._position, self._logs = resumed, resumed.position, resumed.logs
         self._current: tuple[int, int] | None = None  # epoch and batch of the step that Keras is at
         self._unreported_steps = 0  # steps that were started since a batch ended; with steps_per_execution several
@@ -339,6 +340,7 @@ class FitCheckpoint(StepHook):
         else:
             self._resume_validation()
             self._data.set_state(resumed.data, resumed.position.batch)
+        self._match_callbacks()
         self._restore()
         given = {"callbacks": self._other_callbacks}  # The learning rate is that of the checkpoint now.
         call = FitCall(self._model, None, arguments=given, rows_read=resumed.metadata.get("rows"))
@@ -496,7 +498,7 @@ class FitCheckpoint(StepHook):
         callback, arrays = self._other_callbacks[number], dict[str, np.ndarray]()
         first, value_of = self._first_attributes[number], self._variables.value_of
         attributes = packed_attributes(callback, f"callback {number}", arrays, first, value_of)
-        return [type(callback).__name__, attributes], arrays
+        return [type(callback).__name__, attributes, monitored(callback)], arrays
 
     def _save_point(self, position: TrainPosition, is_epoch_over: bool, kinds: Iterable[str] = ()) -> _SavePoint:
         """The state now, with the values of some kinds of variables."""
@@ -619,21 +621,31 @@ class FitCheckpoint(StepHook):
     def _restore(self) -> None:
         arrays, metadata = self.resumed.arrays, self.resumed.metadata
         self._variables.set(arrays, metadata["variables"], self._checkpoint_name)
-        entries: list[Any] = list(metadata["callbacks"])
-        # Several callbacks of one class are matched in their order; others may have been added or removed.
-        for callback, first in zip(self._other_callbacks, self._first_attributes, strict=True):
-            entry = next((entry for entry in entries if entry[0] == type(callback).__name__), None)
-            if entry:
-                entries.remove(entry)
-                unpacked_attributes(callback, entry[1], arrays, first)
-                for attribute in entry[1]:  # The run has changed it, even if this call does not.
-                    first.pop(attribute, None)
+        for number, attributes in self._resumed_attributes.items():
+            unpacked_attributes(self._other_callbacks[number], attributes, arrays, self._first_attributes[number])
         self._model.stop_training = self.resumed.is_stopped or (
             metadata["stop_training"] and self.resumed.position.batch > 0
         )
         self._wait_until_all_have_read()
         if metadata["position"] is None:  # Else the random state is that of the pass.
             restore_random_state(metadata["random"])
+
+    def _match_callbacks(self) -> None:
+        """Find the attributes of each callback. Several of one class are matched in their order; others may have been added or removed."""
+        entries: list[Any] = list(self.resumed.metadata["callbacks"])
+        for number, callback in enumerate(self._other_callbacks):
+            name, now = type(callback).__name__, monitored(callback)
+            entry = next((entry for entry in entries if entry[0] == name), None)
+            if entry is None:
+                continue
+            entries.remove(entry)
+            _, attributes, then = entry if len(entry) == 3 else (*entry, now)
+            if then != now:
+                self._log(f"{name} begins anew, as its state is about another metric: {then} then, {now} now")
+                continue
+            self._resumed_attributes[number] = attributes
+            for attribute in attributes:  # The run has changed it, even if this call does not.
+                self._first_attributes[number].pop(attribute, None)
 
     def _wait_until_all_have_read(self) -> None:
         """Wait for all processes, as the chief replaces a checkpoint when the training ends, and may remove it when it saves."""

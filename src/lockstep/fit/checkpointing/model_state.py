@@ -5,8 +5,7 @@ the callbacks of Keras and of Lockstep only those attributes come back that trai
 but for methods, and the arguments of a constructor of Keras or Lockstep. Metadata that is not as this version writes it is refused, by the
 name of its field, before anything has changed.
 
-Functions of ``keras.ops`` are saved by name. Callbacks that monitor a metric have such a function; if they had to choose it again, they
-would reset other attributes, too.
+Functions of ``keras.ops`` are saved by name. Callbacks that monitor a metric have such a function.
 """
 
 import contextlib
@@ -29,7 +28,7 @@ import numpy as np
 from lockstep._array_encoding import DTYPES
 from lockstep._errors import CheckpointError
 from lockstep._keras import trainer
-from lockstep._keras.callback_state import CALLBACK_STATE
+from lockstep._keras.callback_state import CALLBACK_STATE, set_sign_of_min_delta
 from lockstep._keras.variable_placement import set_from_host
 from lockstep.checkpoint.serialization import Loaded, array_digest, specs_of
 from lockstep.checkpoint.shards import ArrayShard
@@ -324,6 +323,7 @@ def unpacked_attributes(
     for attribute, value in (unchanged | dict(packed)).items():
         if _is_kept(type(owner), attribute):
             vars(owner)[attribute] = _assigned(vars(owner).get(attribute), _unpacked(value, arrays))
+    set_sign_of_min_delta(owner)
 
 
 def _assigned(now: Any, restored: Any) -> Any:
@@ -527,6 +527,14 @@ def _is_input(value: Any) -> bool:
     return is_position and _are_hooks(value["hooks"])
 
 
+def _is_callback(value: Any) -> bool:
+    """Return whether this is the state of a callback; earlier versions have not written what it monitors."""
+    if type(value) is not list or len(value) not in (2, 3):
+        return False
+    name, attributes, *monitored = value
+    return _is_text(name) and type(attributes) is dict and all(map(_is_dict_of(_is_text), monitored))
+
+
 class _Field(NamedTuple):
     """What a field of the metadata must be.
 
@@ -563,10 +571,7 @@ _FIELDS = {
     "before": _Field("null, or numbers of hooks and of batches", _or_none(_is_before), is_optional=True),
     "validation": _Field("null, or position, hooks and cache of an input", _or_none(_is_input), is_optional=True),
     "random": _Field("a state of random generators", _is_random_state),
-    "callbacks": _Field(
-        "a list of names with attributes",
-        _is_list_of(lambda each: type(each) is list and len(each) == 2 and _is_text(each[0]) and type(each[1]) is dict),
-    ),
+    "callbacks": _Field("a list of names with attributes, and with what they monitor", _is_list_of(_is_callback)),
     "logs": _Field("values by name", lambda value: type(value) in (dict, list)),
     "setup": _Field("values by name", lambda value: type(value) is dict),
     "steps_per_execution": _Field(*_COUNT[:2], is_optional=True),
@@ -613,7 +618,7 @@ class MetadataCheck:
             most = _Field(f"at most the {loaded.step} steps of the run", lambda batches: batches <= loaded.step)
             _check(loaded, "'position'['batches']", most, position["batches"], lambda value: value)
         _check(loaded, "'logs'", _LOGS, metadata["logs"], lambda logs: _numbers_of_logs(logs, arrays))
-        for number, (name, attributes) in enumerate(metadata["callbacks"]):
+        for number, (name, attributes, *_) in enumerate(metadata["callbacks"]):
             known = _known_state(self._kinds[name]) if name in self._kinds else {}
             for attribute, packed in attributes.items():
                 field = _KINDS_OF_STATE[known[attribute]] if attribute in known else _VALUE
