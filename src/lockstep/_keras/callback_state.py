@@ -1,4 +1,8 @@
-"""What the callbacks of Keras change in training, so that a checkpoint has it: attributes that are not documented, as of Keras 3.15."""
+"""What the callbacks of Keras change in training, so that a checkpoint has it.
+
+Undocumented parts, as of Keras 3.15: these attributes; the class ``MonitorCallback``, which gives ``min_delta`` the sign that fits the
+function ``monitor_op``; the method ``_flush_futures``, which waits for callbacks that run in threads.
+"""
 
 import keras
 from keras.src.callbacks.monitor_callback import MonitorCallback
@@ -45,6 +49,15 @@ def set_sign_of_min_delta(callback: keras.callbacks.Callback) -> None:
     monitor_op = vars(callback).get("monitor_op")
     if isinstance(callback, MonitorCallback) and monitor_op is not None:
         callback.min_delta = abs(callback.min_delta) * (-1 if monitor_op is keras.ops.less else 1)
+
+
+def wait_for_callbacks(callbacks: keras.callbacks.CallbackList) -> None:
+    """Wait for the methods that Keras calls in threads: those of the last batches, if all callbacks are ``async_safe``.
+
+    Raises:
+        Exception: one of these methods has raised it.
+    """
+    callbacks._flush_futures()
 
 
 def emptied_file(callback: keras.callbacks.Callback) -> str | None:

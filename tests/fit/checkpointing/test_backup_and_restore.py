@@ -5,6 +5,8 @@ import functools
 import itertools
 import logging
 import shutil
+import threading
+import time
 import weakref
 
 import jax
@@ -19,7 +21,7 @@ from lockstep.checkpoint.async_writer import AsyncWriter
 from lockstep.checkpoint.serialization import StoredArrays
 from lockstep.checkpoint.store import CheckpointStore
 from lockstep.data.process_group import ProcessGroup
-from lockstep.fit.checkpointing import model_state
+from lockstep.fit.checkpointing import fit_checkpoint, model_state
 from lockstep.fit.checkpointing.fit_checkpoint import ResumedRun
 
 from .runs import BreakOff, BrokenOffError, Run, Shuffled, data, drawing, whole
@@ -562,6 +564,41 @@ def test_a_log_that_a_resumed_run_has_emptied_is_told_once(append, tmp_path, cap
     )
     assert caplog.text.count(line) == caplog.text.count("CSVLogger has") == (not append)
     assert len((tmp_path / "log.csv").read_text().splitlines()) == (3 if append else 2)
+
+
+class CountsInThreads(keras.callbacks.Callback):
+    """Keras calls its methods for batches in threads."""
+
+    async_safe = True
+
+    def __init__(self):
+        super().__init__()
+        self.seen, self.lock = 0, threading.Lock()
+
+    def on_train_batch_end(self, batch, logs=None):
+        time.sleep(0.05)
+        with self.lock:
+            self.seen += 1
+
+    def on_test_begin(self, logs=None):
+        """With this method the state is kept when a validation begins."""
+
+
+def test_a_checkpoint_has_what_callbacks_in_threads_have_made_of_its_steps(tmp_path, monkeypatch):
+    kept, packed = [], fit_checkpoint.packed_attributes
+
+    def keep(owner, *args):
+        if isinstance(owner, CountsInThreads):
+            kept.append(owner.seen)
+        return packed(owner, *args)
+
+    monkeypatch.setattr(fit_checkpoint, "packed_attributes", keep)
+    with lockstep.MirroredStrategy(["cpu:0"], replicas=2).scope():
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    x, y, callbacks = np.ones((8, 2)), np.ones((8, 1)), [CountsInThreads(), BackupAndRestore(tmp_path, save_freq=3)]
+    model.fit(x, y, batch_size=2, verbose=0, callbacks=callbacks, validation_data=(x, y))
+    assert kept == [3, 4, 4, 4]  # after step 3, before the validation, at the end of the epoch and of the training
 
 
 MONITORING = {

@@ -96,7 +96,7 @@ class CheckpointCallbackList(keras.callbacks.CallbackList):
     def __init__(self, run: FitCheckpoint, callbacks: list[keras.callbacks.Callback], **options: Any) -> None:
         self._run, self._epoch = run, 0
         super().__init__(callbacks, add_history=True, **options)
-        run.callbacks = self.callbacks
+        run.callbacks = self
 
     def on_train_begin(self, logs: Any = None) -> None:
         """See Keras."""

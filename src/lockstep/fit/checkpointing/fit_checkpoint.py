@@ -17,7 +17,7 @@ import numpy as np
 
 from lockstep._errors import CheckpointError, InputError
 from lockstep._keras import trainer
-from lockstep._keras.callback_state import emptied_file, monitored
+from lockstep._keras.callback_state import emptied_file, monitored, wait_for_callbacks
 from lockstep._version import used_versions
 from lockstep.checkpoint.async_writer import AsyncWriter
 from lockstep.checkpoint.serialization import Loaded, Snapshot, open_stored
@@ -255,7 +255,7 @@ class FitCheckpoint(StepHook):
         log: takes a line for the user.
 
     Attributes:
-        callbacks: all callbacks of the call.
+        callbacks: Keras's list of all callbacks of the call.
         resumed: see above.
         is_validation_cut: whether a preemption cuts the running validation short, so that its metrics are those of some batches only.
     """
@@ -280,7 +280,7 @@ class FitCheckpoint(StepHook):
         self._writer = AsyncWriter(store, log=log) if store else None
         self._writes_shards = False
         self._variables, self._versions = ModelVariables(self._model), used_versions()
-        self.callbacks: list[keras.callbacks.Callback] = []
+        self.callbacks = keras.callbacks.CallbackList()
         # Of the other callbacks, when training began, without those that the run has changed before.
         self._first_attributes: list[dict[str, Any]] = []
         self._resumed_attributes: dict[int, dict[str, Any]] = {}  # of the checkpoint, by the number of the callback
@@ -301,7 +301,7 @@ class FitCheckpoint(StepHook):
 
     @property
     def _other_callbacks(self) -> list[keras.callbacks.Callback]:
-        return [callback for callback in self.callbacks if callback is not self._backup]
+        return [callback for callback in self.callbacks.callbacks if callback is not self._backup]
 
     # Steps.
 
@@ -495,6 +495,7 @@ class FitCheckpoint(StepHook):
         return metadata, arrays | {f"logs/{n}": value for n, value in enumerate(logs)}
 
     def _packed(self, number: int) -> _Packed:
+        wait_for_callbacks(self.callbacks)
         callback, arrays = self._other_callbacks[number], dict[str, np.ndarray]()
         first, value_of = self._first_attributes[number], self._variables.value_of
         attributes = packed_attributes(callback, f"callback {number}", arrays, first, value_of)
