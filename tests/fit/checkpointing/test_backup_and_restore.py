@@ -211,6 +211,27 @@ def test_variables_of_another_dtype_are_refused_with_both(then, now, tmp_path):
     assert trained(then, 2) == [0, 1]
 
 
+@pytest.mark.parametrize("named", [False, True])
+def test_other_layers_that_are_frozen_are_refused(named, tmp_path):
+    def trained(frozen, epochs, are_new=True):
+        if are_new:  # as in another process
+            keras.utils.clear_session()
+        with lockstep.MirroredStrategy(["cpu:0"], replicas=2).scope():
+            layers = [keras.layers.Dense(2, name=f"layer_{n}" if named else None) for n in range(3)]
+            layers[frozen].trainable = False
+            model = keras.Sequential([keras.Input((2,)), *layers, keras.layers.BatchNormalization()])
+            model.compile("adam", "mse")
+        x, y, callbacks = np.ones((8, 2)), np.ones((8, 2)), [BackupAndRestore(tmp_path)]
+        return model.fit(x, y, epochs=epochs, verbose=0, callbacks=callbacks).epoch
+
+    trained(0, 1)
+    message = r"another model: .*(layer_1|dense_1)/bias was trained then and is frozen now\. Fix: build"
+    with pytest.raises(lockstep.CheckpointError, match=message):
+        trained(1, 2)
+    assert trained(0, 2) == [0, 1]
+    assert trained(0, 3, are_new=False) == [0, 1, 2]
+
+
 def test_a_position_within_a_call_of_several_steps_is_refused(tmp_path):
     assert Run(tmp_path, options={"save_freq": 1}).fit(stop=4) is None
     with pytest.raises(

@@ -117,6 +117,23 @@ class ModelVariables:
                 raise _another_model(source, f"for {variable.path} of the optimizer it has {paths.get(name, name)}")
         if more := [path for name, path in paths.items() if name not in named]:
             raise _another_model(source, f"it also has {', '.join(more[:3])}{' and others' if more[3:] else ''}")
+        if frozen := _newly_frozen(paths, {name: variable.path for name, variable in named.items()}):
+            raise _another_model(source, f"{frozen[0]} was trained then and is frozen now")
+
+
+def _newly_frozen(then: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """Return the paths of variables that were trained then and are frozen now, given all paths by name.
+
+    Nothing is known if any path is another one, as Keras numbers the names of models that are built in one process.
+    """
+
+    def of(paths: Mapping[str, str], *kinds: str) -> list[str]:
+        return sorted(path for name, path in paths.items() if name.partition("/")[0] in kinds)
+
+    if of(then, "trainable", "non_trainable") != of(now, "trainable", "non_trainable"):
+        return []
+    trained = {*of(now, "trainable")}
+    return [path for path in of(then, "trainable") if path not in trained]
 
 
 def _purpose(path: str) -> tuple[str, str]:
