@@ -27,6 +27,9 @@ OTHER_WRITERS = {
 }
 
 
+CHECKPOINT = keras.callbacks.ModelCheckpoint("folder/best.keras")
+
+
 class Failure(Exception):
     """Raised while a patch is in place."""
 
@@ -47,6 +50,7 @@ def owners(patch, model):
     kinds = {
         "class BatchNormalization": keras.layers.BatchNormalization,
         "class Optimizer": next(cls for cls in keras.Optimizer.__mro__ if "add_variable_from_reference" in vars(cls)),
+        "callback of class ModelCheckpoint": CHECKPOINT,
         "class Variable": next(cls for cls in keras.Variable.__mro__ if "_initialize" in vars(cls)),
         "model": model,
         "model of KerasHub": types.SimpleNamespace(**dict.fromkeys(patch.attributes)),
@@ -62,7 +66,7 @@ def snapshot(model):
     """All attributes of Keras's classes, and of a model, its layers and its optimizer."""
     kinds = keras.Model, keras.layers.BatchNormalization, keras.Variable, type(model.optimizer)
     classes = {cls for kind in kinds for cls in kind.__mro__} - {object}
-    objects = [*classes, model, *model.layers, model.optimizer, trainer.backend_devices]
+    objects = [*classes, model, *model.layers, model.optimizer, trainer.backend_devices, CHECKPOINT]
     return {id(one): dict(vars(one)) for one in objects}
 
 

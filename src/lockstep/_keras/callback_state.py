@@ -46,9 +46,10 @@ def monitored(callback: keras.callbacks.Callback) -> dict[str, str]:
 
 def set_sign_of_min_delta(callback: keras.callbacks.Callback) -> None:
     """Give ``min_delta``, an argument, the sign that Keras gives it when it chooses ``monitor_op``, which may have been restored."""
-    monitor_op = vars(callback).get("monitor_op")
-    if isinstance(callback, MonitorCallback) and monitor_op is not None:
-        callback.min_delta = abs(callback.min_delta) * (-1 if monitor_op is keras.ops.less else 1)
+    signs = {keras.ops.less: -1, keras.ops.greater: 1}
+    sign = signs.get(vars(callback).get("monitor_op")) if isinstance(callback, MonitorCallback) else None
+    if sign is not None:
+        callback.min_delta = abs(callback.min_delta) * sign
 
 
 def wait_for_callbacks(callbacks: keras.callbacks.CallbackList) -> None:
@@ -60,7 +61,7 @@ def wait_for_callbacks(callbacks: keras.callbacks.CallbackList) -> None:
     callbacks._flush_futures()
 
 
-def emptied_file(callback: keras.callbacks.Callback) -> str | None:
-    """Return the name of a file that a callback has emptied when training began, though an earlier run wrote to it; None if it has not."""
-    is_emptied = isinstance(callback, keras.callbacks.CSVLogger) and not callback.append
-    return callback.filename if is_emptied else None
+def file_to_empty(callback: keras.callbacks.Callback) -> str | None:
+    """Return the name of the file that a callback empties when training begins; None if it empties none."""
+    empties = isinstance(callback, keras.callbacks.CSVLogger) and not callback.append
+    return callback.filename if empties else None

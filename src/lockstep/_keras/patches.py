@@ -100,6 +100,14 @@ CHIEF_ONLY_PRESETS = Patch(
     public_api="a predicate of keras.saving that says whether this process writes",
     used_by=("distributed/worker_process_group.py",),
 )
+CHIEF_ONLY_FOLDERS = Patch(
+    target="callback of class ModelCheckpoint",
+    attributes=("_get_file_path",),
+    lifetime="one call of fit on a worker that is not the chief",
+    reason="it makes the folder of a file that it does not write there",
+    public_api="a predicate of keras.saving that says whether this process writes",
+    used_by=("distributed/worker_process_group.py",),
+)
 INTERCEPT_FIT = Patch(
     target="class Model",
     attributes=("fit",),

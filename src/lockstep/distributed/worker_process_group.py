@@ -20,7 +20,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from lockstep._array_encoding import DTYPES, array_bytes, describe_arrays, parse_description
 from lockstep._errors import ModelError
-from lockstep._keras.patches import CHIEF_ONLY_FILES, CHIEF_ONLY_PRESETS, install
+from lockstep._keras.patches import CHIEF_ONLY_FILES, CHIEF_ONLY_FOLDERS, CHIEF_ONLY_PRESETS, install, patched
 from lockstep._keras.trainer import variables_of
 from lockstep._keras.variable_placement import whole_values
 from lockstep.collectives.base import fill_packs
@@ -225,20 +225,26 @@ def _do_nothing(*args: Any, **kwargs: Any) -> None:
 @contextmanager
 def _no_output(arguments: dict[str, Any]) -> Iterator[None]:
     """Have a call print nothing and touch no file, and Keras's callbacks neither: those that only write are dropped."""
-    arguments["verbose"], given = 0, fit_wrapper.callbacks_in(arguments)
-    if not isinstance(arguments.get("callbacks"), keras.callbacks.CallbackList):  # It is used as it is.
+    callbacks = arguments.get("callbacks")
+    if isinstance(callbacks, keras.callbacks.CallbackList):  # It is used as it is.
+        given = callbacks.callbacks
+    else:
+        given = fit_wrapper.callbacks_in(arguments)
         arguments["callbacks"] = [callback for callback in given if not isinstance(callback, _WRITING)]
-    with ExitStack() as stack:
+    arguments["verbose"] = 0
+    checkpoints = [callback for callback in given if isinstance(callback, keras.callbacks.ModelCheckpoint)]
+    names = [(callback, "_get_file_path", _without_folder(callback)) for callback in checkpoints]
+    with ExitStack() as stack, patched(CHIEF_ONLY_FOLDERS, names):
         for callback in given:
             if isinstance(callback, _PRINTING):
                 stack.callback(setattr, callback, "verbose", callback.verbose)
                 callback.verbose = 0
-            if isinstance(
-                callback, keras.callbacks.ModelCheckpoint
-            ):  # It makes a folder for the file that it does not write.
-                stack.callback(setattr, callback, "filepath", callback.filepath)
-                callback.filepath = os.path.basename(callback.filepath)
         yield
+
+
+def _without_folder(checkpoint: keras.callbacks.ModelCheckpoint) -> Callable[..., str]:
+    path = checkpoint._get_file_path
+    return lambda *args: os.path.basename(path(*args))
 
 
 def _refuse_backup(arguments: dict[str, Any]) -> None:

@@ -71,7 +71,7 @@ class ModelCall:
         leaves: the other arguments, flattened, then the Keras masks of those that have one.
         structure: tree structure of the arguments.
         masked: positions of the arguments that have a mask.
-        rows: number of rows of the first array of the first argument; 0 if it has none.
+        rows: number of rows of the first array with axes among the arguments; 0 if there is none.
         has_losses: whether the call returns losses; else layers add none.
         is_cut: for each leaf whether replicas get only their rows of it.
     """

@@ -92,7 +92,6 @@ class WorkerLossPolicy:
     def stop_restarting(self) -> None:
         """Restart no worker from now on, as the job is about to end."""
         self._is_ending = True
-        self._lost.update(self._restart_at)
         self._restart_at.clear()
 
     def deadlines(self, workers: Sequence[WorkerProcess]) -> list[float]:
@@ -114,7 +113,8 @@ class WorkerLossPolicy:
                 f"(restart {restart} of {self._restarts.limit})"
             )
         else:
-            self._lost.add(failure.process)
+            if not self._is_ending:  # Else it is not missed: the others save and end.
+                self._lost.add(failure.process)
             action = (
                 "no worker is left" if self._lost == self._expendable else "the other processes continue without it"
             )

@@ -142,8 +142,9 @@ class Diagnostics(StrategyApi):
             "steps_per_epoch": steps_per_epoch,
         }
         data = (x, y, sample_weight)
-        check_call("doctor", {"x": x, "y": y, "sample_weight": sample_weight} | options)
-        self._process_group.agree("doctor()", {"batch_size": batch_size, "steps_per_epoch": steps_per_epoch})
+        given = {"x": x, "y": y, "sample_weight": sample_weight} | options
+        check_call("doctor", given)
+        self._process_group.agree("doctor()", {name: given[name] for name in ("batch_size", "steps_per_epoch")})
         return examine_fit(self, FitCall(model, *data, options, fit_at=calling_location()))
 
     def _reference_scope(self) -> contextlib.AbstractContextManager[Any]:

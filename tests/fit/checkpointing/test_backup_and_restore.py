@@ -342,8 +342,12 @@ def test_a_metric_of_several_results_is_kept(tmp_path):
 
 @pytest.mark.parametrize(
     ("form", "name"),
-    [(lambda half: (half, [half]), "halves"), (lambda half: {1: half, 2: (half,)}, 2)],
-    ids=["tuple", "numbers"],
+    [
+        (lambda half: (half, [half]), "halves"),
+        (lambda half: {1: half, 2: (half,)}, 2),
+        (lambda half: {np.int64(1): half}, 1),
+    ],
+    ids=["tuple", "numbers", "numbers of NumPy"],
 )
 @pytest.mark.parametrize("stop", [5, 6])
 def test_a_metric_whose_results_are_no_json_is_kept(form, name, stop, tmp_path):

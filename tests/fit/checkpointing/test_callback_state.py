@@ -45,7 +45,9 @@ def there_and_back(owner, target):
 
 @pytest.mark.parametrize("value", VALUES, ids=lambda value: type(value).__name__)
 def test_a_value_comes_back_as_it_was(value):
-    found = there_and_back(SimpleNamespace(value=value), SimpleNamespace()).value
+    target = SimpleNamespace()
+    for _ in range(2):  # When training begins, and when its epoch does.
+        found = there_and_back(SimpleNamespace(value=value), target).value
     assert type(found) is type(value)
     assert np.array_equal(found, value) if isinstance(value, np.ndarray) else found == value
     assert getattr(found, "maxlen", None) == getattr(value, "maxlen", None)

@@ -100,6 +100,7 @@ class CheckpointCallbackList(keras.callbacks.CallbackList):
 
     def on_train_begin(self, logs: Any = None) -> None:
         """See Keras."""
+        self._run.train_will_begin()
         super().on_train_begin(logs)
         self._run.train_begins()
 

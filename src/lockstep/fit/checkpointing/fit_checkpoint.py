@@ -17,7 +17,7 @@ import numpy as np
 
 from lockstep._errors import CheckpointError, InputError
 from lockstep._keras import trainer
-from lockstep._keras.callback_state import emptied_file, monitored, wait_for_callbacks
+from lockstep._keras.callback_state import file_to_empty, monitored, wait_for_callbacks
 from lockstep._version import used_versions
 from lockstep.checkpoint.async_writer import AsyncWriter
 from lockstep.checkpoint.serialization import Loaded, Snapshot, open_stored
@@ -284,6 +284,7 @@ class FitCheckpoint(StepHook):
         # Of the other callbacks, when training began, without those that the run has changed before.
         self._first_attributes: list[dict[str, Any]] = []
         self._resumed_attributes: dict[int, dict[str, Any]] = {}  # of the checkpoint, by the number of the callback
+        self._emptied_files: list[str] = []
         self.resumed, self._position, self._logs = resumed, resumed.position, resumed.logs
         self._current: tuple[int, int] | None = None  # epoch and batch of the step that Keras is at
         self._unreported_steps = 0  # steps that were started since a batch ended; with steps_per_execution several
@@ -321,10 +322,16 @@ class FitCheckpoint(StepHook):
 
     # Keras's loop.
 
+    def train_will_begin(self) -> None:
+        """Note the files of earlier runs that ``on_train_begin`` of callbacks empties."""
+        names = filter(None, map(file_to_empty, self._other_callbacks))
+        self._emptied_files = [name for name in names if Path(name).is_file() and Path(name).stat().st_size]
+
     def train_begins(self) -> None:
         """Restore the state, after ``on_train_begin`` of all callbacks."""
+        value_of = self._variables.lookup()
         self._first_attributes = [
-            first_attributes(callback, f"callback {number}", self._variables.value_of)
+            first_attributes(callback, f"callback {number}", value_of)
             for number, callback in enumerate(self._other_callbacks)
         ]
         if self._variables.are_spread():
@@ -497,8 +504,8 @@ class FitCheckpoint(StepHook):
     def _packed(self, number: int) -> _Packed:
         wait_for_callbacks(self.callbacks)
         callback, arrays = self._other_callbacks[number], dict[str, np.ndarray]()
-        first, value_of = self._first_attributes[number], self._variables.value_of
-        attributes = packed_attributes(callback, f"callback {number}", arrays, first, value_of)
+        first = self._first_attributes[number]
+        attributes = packed_attributes(callback, f"callback {number}", arrays, first, self._variables.lookup())
         return [type(callback).__name__, attributes, monitored(callback)], arrays
 
     def _save_point(self, position: TrainPosition, is_epoch_over: bool, kinds: Iterable[str] = ()) -> _SavePoint:
@@ -598,8 +605,8 @@ class FitCheckpoint(StepHook):
         self._rate = now if then is None else then
 
     def _report_emptied_files(self) -> None:
-        """Log which files have lost what the earlier run wrote to them; there is nothing within the first epoch."""
-        for name in filter(None, map(emptied_file, self._other_callbacks)) if self.resumed.position.epoch else ():
+        """Log which files have lost what the earlier run wrote to them."""
+        for name in self._emptied_files:
             self._log(
                 f"CSVLogger has emptied {name}: the rows of the epochs before are lost. Fix: CSVLogger({name!r}, append=True)"
             )

@@ -39,6 +39,8 @@ from lockstep.devices.placement import gather_on_host, is_spread
 
 KINDS = ("trainable", "non_trainable", "optimizer", "metrics")
 
+_ValueOf = Callable[[keras.Variable], Any]  # Returns the current value of a variable.
+
 
 class ModelVariables:
     """All variables of a compiled model, named by kind and number, such as ``optimizer/3``.
@@ -75,10 +77,16 @@ class ModelVariables:
         copies = copies_of(list(chosen.values()), wanted=wanted, in_shards=in_shards)
         return dict(zip(chosen, copies, strict=True))
 
-    def value_of(self, variable: keras.Variable) -> Any:
-        """Return the current value of a variable of this model, or of another one."""
-        name = next((name for name, each in self.named().items() if each is variable), None)
-        return variable.value if name is None else self._newest()[name]
+    def lookup(self) -> _ValueOf:
+        """Return a function that returns the current value of a variable of this model, or of another one."""
+        newest = self._newest()
+        known = {id(variable): newest[name] for name, variable in self.named().items()}
+
+        def value_of(variable: keras.Variable) -> Any:
+            own = known.get(id(variable))
+            return variable.value if own is None else own
+
+        return value_of
 
     def _newest(self) -> dict[str, Any]:
         named = self.named()
@@ -257,9 +265,6 @@ class _NoValueError(Exception):
     """A value is neither a number, text nor an array."""
 
 
-_ValueOf = Callable[[keras.Variable], Any]
-
-
 def _own_value(variable: keras.Variable) -> Any:
     return variable.value
 
@@ -353,7 +358,8 @@ def _assigned(now: Any, restored: Any) -> Any:
         pairs = zip(now, restored, strict=False)  # There may be more of either.
         return type(restored)([*(_assigned(*pair) for pair in pairs), *restored[len(now) :]])
     if isinstance(now, dict) and type(restored) is type(now):
-        restored.update({key: _assigned(now[key], item) for key, item in restored.items() if key in now})
+        for key in restored.keys() & now.keys():  # ``update`` of a Counter would add.
+            restored[key] = _assigned(now[key], restored[key])
     return restored
 
 
@@ -375,13 +381,16 @@ def _packed(value: Any, name: str, arrays: dict[str, np.ndarray], value_of: _Val
         return {"keras.ops": value.__name__}
 
     def items() -> list[Any]:
-        return [_packed(item, f"{name}/{n}", arrays, value_of) for n, item in enumerate(value)]
+        return [
+            _packed(item, f"{name}/{n}", arrays, value_of) for n, item in enumerate([*value])
+        ]  # A thread may add to it.
 
     def pairs() -> list[Any]:
         """The items with their keys; numbers make the names, as keys may look alike: 1 and "1"."""
-        keys = [_packed(key, f"{name}/{n}/key", arrays, value_of) for n, key in enumerate(value)]
-        found = [_packed(item, f"{name}/{n}", arrays, value_of) for n, item in enumerate(value.values())]
-        return [list(pair) for pair in zip(keys, found, strict=True)]
+        return [
+            [_packed(key, f"{name}/{n}/key", arrays, value_of), _packed(item, f"{name}/{n}", arrays, value_of)]
+            for n, (key, item) in enumerate([*value.items()])
+        ]
 
     if kind in _SEQUENCES.values():
         return {kind.__name__: items()}
@@ -443,13 +452,17 @@ def _unpacked_pairs(pairs: Any, arrays: Mapping[str, np.ndarray]) -> dict[Any, A
 def packed_logs(logs: Mapping[Any, Any]) -> tuple[list[Any], list[Any]]:
     """Return the logs of a step as JSON, with numbers in place of the values, and the values, which may still be computed.
 
-    The results of a metric may be a dict, list or tuple of values. What is of a class of its own, such as a named tuple, is left out.
+    The results of a metric may be a dict, list or tuple of values. What is of a class of its own, such as a named tuple, is left
+    out, and so is a result with NumPy numbers as keys.
     """
     values, structure = jax.tree.flatten(logs)
     packed = []
     for name, result in jax.tree.unflatten(structure, range(len(values))).items():
+        pair = name.item() if isinstance(name, np.generic) else name, result
+        arrays: dict[str, np.ndarray] = {}
         with contextlib.suppress(_NoValueError):
-            packed.append([_packed(each, "logs", {}, _own_value) for each in (name, result)])
+            found = [_packed(each, "logs", arrays, _own_value) for each in pair]
+            packed += [] if arrays else [found]
     return packed, values
 
 

@@ -16,7 +16,7 @@ class Names(keras.callbacks.Callback):
     """A callback of the user runs on every worker."""
 
     def on_epoch_end(self, epoch, logs=None):
-        tell(**{f"epoch {epoch}": logs["loss"]})
+        tell(**{f"epoch {epoch}": logs["loss"], f"folder {epoch}": Path(checkpoint.filepath).parent.name})
 
 
 strategy = make_strategy()
@@ -24,10 +24,12 @@ with strategy.scope():
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
     model.compile(keras.optimizers.SGD(0.1), "mse")
 
+own = folder if strategy.is_chief else Path(__file__)  # In a file there can be no folder.
+checkpoint = keras.callbacks.ModelCheckpoint(own / "runs" / "{epoch}.keras", verbose=1)
 callbacks = [
     Names(),
+    checkpoint,
     keras.callbacks.ModelCheckpoint(folder / "epoch-{epoch}.keras"),
-    keras.callbacks.ModelCheckpoint((folder if strategy.is_chief else Path(__file__)) / "runs" / "{epoch}.keras"),
     keras.callbacks.ModelCheckpoint(folder / "last.weights.h5", save_weights_only=True, save_freq=1),
     keras.callbacks.CSVLogger(folder / "log.csv"),
 ]
@@ -54,6 +56,8 @@ plain = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
 plain.compile("sgd", "mse")
 plain.fit(x * (1 + config["index"]), y, batch_size=3 + config["index"], verbose=0)  # This is nobody else's business.
 plain.save(folder / f"own-{config['index']}.keras")
+listed = keras.callbacks.CallbackList([keras.callbacks.ModelCheckpoint(own / "listed" / "last.keras")], model=model)
+model.fit(x, y, callbacks=listed, verbose=0)
 model.fit(x, y, callbacks=keras.callbacks.CSVLogger(folder / f"one-{config['index']}.csv"), verbose=0)
 backup = keras.callbacks.BackupAndRestore(folder / "backup")
 refused = []
