@@ -203,6 +203,15 @@ def test_reduction_to_one_device_adds_there_in_order(root):
     assert order == [3]
 
 
+def test_an_accumulation_returns_the_type_and_the_shape_of_what_it_adds():
+    values = [[np.int8([number])] for number in (1, 2, 3)]
+    found = reduced(lockstep.ReductionToOneDevice(None, lambda arrays: jnp.stack(arrays).sum(0)), values, 3)
+    assert [array.dtype for array in found[0]] == ["int8"] * 3
+    assert np.ravel(found[0]).tolist() == [6, 6, 6]
+    with pytest.raises(lockstep.OptionError, match=r"accumulation_fn was given arrays of shape \(1,\).*shape \(\)\."):
+        reduced(lockstep.ReductionToOneDevice(None, lambda arrays: jnp.stack(arrays).sum()), values, 3)
+
+
 def test_reduction_to_a_device_of_nobody_is_an_error():
     with pytest.raises(lockstep.DeviceError, match="'cpu:3' is not one of the strategy's devices: cpu:0, cpu:1"):
         lockstep.MirroredStrategy(["cpu:0", "cpu:1"], lockstep.ReductionToOneDevice("cpu:3"))

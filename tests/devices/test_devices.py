@@ -1,9 +1,13 @@
 """Device names in every spelling that the tutorials use, and the thread pool of CPU devices."""
 
+import contextlib
+import sys
+
 import jax
 import pytest
 
 import lockstep
+from lockstep.devices import cpu_devices, xla_flags
 from lockstep.devices.cpu_devices import check_shared_thread_pool
 from lockstep.devices.names import parse_device_name
 from lockstep.devices.xla_flags import describe_determinism
@@ -48,14 +52,14 @@ def test_names_and_devices_in_the_order_given():
 
 
 def test_a_pool_of_default_size_must_suffice_for_devices_that_wait_for_other_processes(monkeypatch):
-    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    monkeypatch.setattr(cpu_devices, "usable_cores", lambda: 2)
     monkeypatch.setattr("jax.local_devices", lambda backend: [None])
     with pytest.raises(
         lockstep.DeviceError, match=r"1 CPU devices need a pool of 4 threads, .*; JAX has started with 2"
     ):
         check_shared_thread_pool(1, {})
     check_shared_thread_pool(1, {"PJRT_NPROC": "1"})  # As its user has set it.
-    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    monkeypatch.setattr(cpu_devices, "usable_cores", lambda: 4)
     check_shared_thread_pool(1, {})
 
 
@@ -83,3 +87,27 @@ def test_the_description_of_determinism_compares_with_the_pool_that_was_set():
         assert describe_determinism(jax.devices()[0]) == "deterministic, on a pool of 32 CPU threads"
     finally:
         lockstep.config.set_deterministic(False)
+
+
+@pytest.mark.parametrize("has_accelerators", [True, False])
+def test_determinism_with_a_pool_of_the_environment_does_not_start_jax(monkeypatch, has_accelerators):
+    monkeypatch.setenv("PJRT_NPROC", "8")
+    monkeypatch.setattr(cpu_devices, "has_started", lambda: False)
+    monkeypatch.setattr(xla_flags, "has_started", lambda: False)
+    monkeypatch.setattr(xla_flags, "start_with_threads", lambda *_: None)
+    monkeypatch.setattr(xla_flags, "has_accelerators", lambda _: has_accelerators)
+    monkeypatch.setattr(jax, "local_devices", lambda *_, **__: pytest.fail("JAX would start"))
+    refused = pytest.raises(lockstep.DeviceError, match="JAX runs on a pool of 8 CPU threads, not 16")
+    try:
+        with contextlib.nullcontext() if has_accelerators else refused:
+            lockstep.config.set_deterministic()
+    finally:
+        lockstep.config.set_deterministic(False)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="cores of a process are those of Linux")
+def test_the_default_pool_has_the_cores_that_the_process_may_use(monkeypatch):
+    """XLA makes as many threads as the process may use cores, which may be fewer than the machine has."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {3})
+    monkeypatch.setattr("jax.local_devices", lambda backend: [None])
+    assert cpu_devices.pool_threads({}) == 1

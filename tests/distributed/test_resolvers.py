@@ -216,6 +216,13 @@ def test_a_note_names_what_is_set_and_does_not_suffice():
     assert "TPU_WORKER_ID of the TPU pod. They do not say which processes train together. Fix, " in note
 
 
+@pytest.mark.parametrize(("size", "is_told"), [("4", True), ("1", False)])
+def test_a_process_of_a_launcher_without_a_resolver_is_told(size, is_told):
+    notes = notes_if_alone({"PMI_SIZE": size, "PMI_RANK": "0"})
+    assert len(notes) == is_told
+    assert all("PMI_SIZE of MPICH or Intel MPI" in note and "set JAX_COORDINATOR_ADDRESS" in note for note in notes)
+
+
 def test_one_process_of_a_launcher_notes_what_an_outer_scheduler_left_incomplete():
     incomplete = {"LWS_GROUP_SIZE": "2", "LWS_WORKER_INDEX": "1"}
     (note,) = resolve({"RANK": "0", "WORLD_SIZE": "1"} | incomplete).group().notes

@@ -48,4 +48,5 @@ def _scalar(text):
     if re.fullmatch(r'\d+|true|false|null|".*"|\[.*\]|\{\}', text):
         return json.loads(text)
     assert re.fullmatch(r"[A-Za-z/][\w./-]*", text), f"quote this: {text}"
+    assert text.lower() not in ("on", "off", "yes", "no", "y", "n"), f"quote this, which is a flag in YAML 1.1: {text}"
     return text

@@ -315,6 +315,13 @@ def test_an_elastic_slurm_job_in_a_container_has_its_result_where_the_container_
     assert subprocess.run(["bash", "-n"], input=text, text=True, timeout=20).returncode == 0
 
 
+@pytest.mark.parametrize("kind", [*YAML, "skypilot"])
+def test_a_job_may_be_named_as_a_flag_of_yaml(kind):
+    text = JOB_SCRIPTS[kind](job("on.py", container_image=IMAGE))
+    assert not re.search(r"(?m)^ *[\w./-]*name: on$", text)
+    assert 'name: "on"' in text
+
+
 def test_other_scripts_name_the_image():
     for name in YAML:
         assert f'image: "{IMAGE}"' in JOB_SCRIPTS[name](job(container_image=IMAGE))

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from lockstep._errors import DeviceError, function, instance_of
-from lockstep.collectives.base import CrossDeviceOps, PackedAllReduce
+from lockstep.collectives.base import CrossDeviceOps, PackedAllReduce, converted_sum
 from lockstep.devices.names import device_name, listed_devices, parse_device_name
 
 
@@ -187,7 +187,7 @@ class ReductionToOneDevice(CrossDeviceOps):
 
     def _reduce_one(self, value: jax.Array, axis: str, root: int, count: int) -> jax.Array:
         received = [value if source == root else lax.ppermute(value, axis, [(source, root)]) for source in range(count)]
-        total = self.accumulation_fn(received)
+        total = converted_sum(self.accumulation_fn(received), value, "accumulation_fn", "arrays")
         return _broadcast(total, axis, root, count)
 
 

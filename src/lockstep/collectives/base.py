@@ -10,7 +10,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -199,14 +199,22 @@ class FunctionAllReduce(CrossDeviceOps):
         return f"all-reduce by {self.name}"
 
     def _one(self, value: jax.Array, axis: str) -> jax.Array:
-        total = self.function(value, axis)
-        if not isinstance(total, jax.Array) or total.shape != value.shape:
-            found = f"shape {total.shape}" if isinstance(total, jax.Array) else repr(total)
-            raise OptionError(
-                f"cross_device_ops: {self.name} was given an array of shape {value.shape} and must return one of the "
-                f"same shape, the sum over the devices; it returned {found}."
-            )
-        return total.astype(value.dtype)
+        return converted_sum(self.function(value, axis), value, self.name, "an array")
+
+
+def converted_sum(total: Any, value: jax.Array, function: str, given: str) -> jax.Array:
+    """Return what a user's function gave as the sum over the devices, in the dtype of ``value``.
+
+    Raises:
+        OptionError: it is no array, or has another shape.
+    """
+    if not isinstance(total, jax.Array) or total.shape != value.shape:
+        found = f"shape {total.shape}" if isinstance(total, jax.Array) else repr(total)
+        raise OptionError(
+            f"cross_device_ops: {function} was given {given} of shape {value.shape} and must return one of the "
+            f"same shape, the sum over the devices; it returned {found}."
+        )
+    return total.astype(value.dtype)
 
 
 class PackSlice(NamedTuple):

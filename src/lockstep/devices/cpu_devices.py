@@ -76,7 +76,7 @@ def reserve_threads(devices: int) -> None:
     _configure(
         max(devices, _configured_count(os.environ)),
         os.environ,
-        max(os.cpu_count() or 1, THREADS_PER_DEVICE, _threads_for(devices)),
+        max(usable_cores(), THREADS_PER_DEVICE, _threads_for(devices)),
     )
 
 
@@ -128,7 +128,7 @@ def pool_threads(environment: Mapping[str, str]) -> int:
     for name in POOL_VARIABLES:
         if environment.get(name, "").isdigit():
             return int(environment[name])
-    return max(os.cpu_count() or 1, len(jax.local_devices(backend="cpu")))
+    return max(usable_cores(), len(jax.local_devices(backend="cpu")))
 
 
 def _configured_count(environment: Mapping[str, str]) -> int:
@@ -146,7 +146,7 @@ def _configure(count: int, environment: MutableMapping[str, str], threads: int |
     if not is_set and (
         threads or count > 1
     ):  # JAX's own pool is enough for one device, and a later call may want more.
-        environment["PJRT_NPROC"] = str(threads or max(os.cpu_count() or 1, _threads_for(count)))
+        environment["PJRT_NPROC"] = str(threads or max(usable_cores(), _threads_for(count)))
     return True
 
 

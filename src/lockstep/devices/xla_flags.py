@@ -13,7 +13,7 @@ import jax
 from lockstep._errors import DeviceError, flag, whole_number
 from lockstep.devices.cpu_devices import MAX_CPU_DEVICES, has_started, pool_threads, start_with_threads
 from lockstep.devices.names import platform_of
-from lockstep.distributed.cluster.env_reader import visible_gpus
+from lockstep.distributed.cluster.env_reader import has_accelerators, visible_gpus
 
 CPU_THREADS = 16  # Enough for 4 logical CPU devices, independent of the number of cores.
 _MAX_THREADS = 4 * MAX_CPU_DEVICES
@@ -55,10 +55,10 @@ def set_deterministic(enabled: bool = True, *, cpu_threads: int = CPU_THREADS) -
     cpu_threads = whole_number("cpu_threads", cpu_threads, maximum=_MAX_THREADS)
     if enabled:
         start_with_threads(cpu_threads, GPU_FLAG)
-        # If JAX runs on an accelerator it may have no CPU to ask; if it has not started, asking for its devices would start it.
-        is_on_cpu = not has_started() or platform_of(jax.local_devices()[0]) == "cpu"
+        # If JAX has not started, asking for its devices would start it.
+        is_on_cpu = platform_of(jax.local_devices()[0]) == "cpu" if has_started() else not has_accelerators(os.environ)
         found = pool_threads(os.environ) if is_on_cpu else cpu_threads
-        if found != cpu_threads and platform_of(jax.local_devices()[0]) == "cpu":
+        if found != cpu_threads:
             raise DeviceError(
                 f"set_deterministic: cpu_threads: JAX runs on a pool of {found} CPU threads, not {cpu_threads}. Fix: call it before the first "
                 f"JAX operation, with PJRT_NPROC and NPROC not set in the environment, or accept the pool that is there: "

@@ -126,7 +126,7 @@ def _slurm_start(job: LaunchConfig) -> str:
 # https://docs.skypilot.co/en/latest/reference/yaml-spec.html
 _SKYPILOT_TASK = """\
 # sky jobs launch --secret LOCKSTEP_SECRET="$(openssl rand -hex 32)" {name}.yaml
-name: {name}
+name: "{name}"
 num_nodes: {nodes}
 workdir: .
 resources:
@@ -320,12 +320,12 @@ _SERVICE = """\
 apiVersion: v1
 kind: Service
 metadata:
-  name: {name}
+  name: "{name}"
 spec:
   clusterIP: None
   publishNotReadyAddresses: true
   selector:
-    batch.kubernetes.io/job-name: {name}
+    batch.kubernetes.io/job-name: "{name}"
   ports:
     - name: coordinator
       port: {port}
@@ -335,7 +335,7 @@ _JOB = """\
 apiVersion: batch/v1
 kind: Job
 metadata:
-  name: {name}
+  name: "{name}"
 spec:
 {spec}"""
 
@@ -358,7 +358,7 @@ _JOBSET = """\
 apiVersion: jobset.x-k8s.io/v1alpha2
 kind: JobSet
 metadata:
-  name: {name}
+  name: "{name}"
 spec:
 {spec}"""
 _NODE = "node"  # The pods are NAME-node-0-0, NAME-node-0-1, …; the JobSet makes the Service NAME. A TrainJob needs this name.
@@ -368,7 +368,7 @@ _TRAINJOB = """\
 apiVersion: trainer.kubeflow.org/v1alpha1
 kind: TrainingRuntime
 metadata:
-  name: {name}
+  name: "{name}"
   labels:
     trainer.kubeflow.org/framework: jax
 spec:
@@ -381,12 +381,12 @@ spec:
 apiVersion: trainer.kubeflow.org/v1alpha1
 kind: TrainJob
 metadata:
-  name: {name}
+  name: "{name}"
 spec:
   runtimeRef:
     apiGroup: trainer.kubeflow.org
     kind: TrainingRuntime
-    name: {name}
+    name: "{name}"
   trainer:
     numNodes: {nodes}
 {process}"""
@@ -441,7 +441,7 @@ env:
   - name: LOCKSTEP_SECRET
     valueFrom:
       secretKeyRef:
-        name: {name}
+        name: "{name}"
         key: secret
 # {resources}: {{limits: {{nvidia.com/gpu: {workers}}}}}
 """

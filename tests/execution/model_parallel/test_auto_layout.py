@@ -13,6 +13,7 @@ from keras import layers, ops
 
 import lockstep
 from lockstep.execution.model_parallel.auto_layout import MAX_MOVED, choose_axes
+from lockstep.execution.model_parallel.axis_rules import _factors
 from tests.execution.model_parallel.nets import (
     attention_block,
     choices,
@@ -98,6 +99,10 @@ def test_a_variable_stays_whole_if_its_collectives_move_too_much():
     assert re.search(
         rf"axis 0 \(64\) would move \d+ times the bytes of its variables, more than {MAX_MOVED}", found.reason
     )
+
+
+def test_a_reshape_of_no_entries_links_no_axes():
+    assert list(_factors((4, 0), (0,))) == []
 
 
 def test_an_axis_of_the_rows_is_not_sharded():

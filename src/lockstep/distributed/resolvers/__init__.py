@@ -109,13 +109,15 @@ def notes_if_alone(
         environ: names and values.
         resolvers: those that know such variables.
     """
-    unused = [(kind, names) for kind in resolvers if (names := kind.unused_variables(environ))]
+    unused = [(kind.source, names, kind.fix) for kind in resolvers if (names := kind.unused_variables(environ))]
+    if environ.get("PMI_SIZE", "").strip() not in ("", "1"):
+        unused.append(("MPICH or Intel MPI", ["PMI_SIZE"], JaxClusterResolver.fix))
     if not unused:
         return ()
-    found = "; ".join(f"{listed(names)} of {kind.source}" for kind, names in unused)
+    found = "; ".join(f"{listed(names)} of {source}" for source, names, _ in unused)
     return (
         f"trains alone, though variables of jobs of several processes are set: {found}. They do not say which processes "
-        f"train together. Fix, if there are others: {unused[0][0].fix}",
+        f"train together. Fix, if there are others: {unused[0][2]}",
     )
 
 

@@ -43,7 +43,7 @@ class TorchrunClusterResolver(EnvironmentResolver):
         *(("RANK", None), ("WORLD_SIZE", "1"), ("MASTER_ADDR", None)),
         *(("PET_NODE_RANK", None), ("PET_MASTER_ADDR", None)),
     )
-    fix = "start the script with torchrun, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each process."
+    fix = "start the script with torchrun, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each process, or none of them."
 
     @classmethod
     def is_present(cls, environ: Mapping[str, str]) -> bool:

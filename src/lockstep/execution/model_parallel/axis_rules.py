@@ -137,6 +137,8 @@ def _reshape(own: EquationLinks) -> None:
 
 def _factors(one: tuple[int, ...], other: tuple[int, ...]) -> Iterator[tuple[list[int], list[int]]]:
     """Yield the smallest groups of axes of two shapes whose products are the same; axes of length 1 are in none."""
+    if prod(one) == 0:
+        return  # Nothing is moved.
     left = [axis for axis, length in enumerate(one) if length != 1]
     right = [axis for axis, length in enumerate(other) if length != 1]
     while left and right:
