@@ -19,6 +19,7 @@ from lockstep._keras import trainer
 from lockstep.data.keras_adapter import KerasInput, next_batch
 from lockstep.data.sources import InputSource, make_source
 from tests.laws.compare import Topology
+from tests.support.waiting import DEADLINE
 
 from .programs import BATCH, ROWS, STEPS, TOPOLOGIES, counting, cut, data, weights
 
@@ -405,12 +406,23 @@ def test_what_surrounds_fit_also_surrounds_that_of_a_models_own_class(own, valid
 def test_own_methods_of_two_threads_do_not_meet():
     """Each redirects ``super()`` for its own model, and Keras's classes are restored by the last."""
     x, y = data()
-    models = [halving(True, lockstep.MirroredStrategy(["cpu:0", "cpu:1"])) for _ in range(2)]
-    fits = [lambda model=model: model.fit(x, y, batch_size=BATCH, epochs=3, verbose=0).history for model in models]
+    both = threading.Barrier(2, timeout=DEADLINE)
+    meet = keras.callbacks.LambdaCallback(on_epoch_begin=lambda epoch, logs: both.wait())
+    before = [trainer.method_of_keras(name) for name in ("fit", "evaluate", "predict")]
+
+    def fit(model, rate, *callbacks):
+        model.optimizer.learning_rate = rate
+        return model.fit(x, y, batch_size=BATCH, epochs=3, shuffle=False, verbose=0, callbacks=list(callbacks)).history[
+            "loss"
+        ]
+
+    rates = (0.1, 0.01)
+    expected = [fit(halving(True), rate) for rate in rates]
+    models = [halving(True, lockstep.MirroredStrategy(["cpu:0", "cpu:1"])) for _ in rates]
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        one, other = [each.result() for each in [pool.submit(fit) for fit in fits]]
-    assert one.keys() == other.keys()
-    assert len(one["loss"]) == len(other["loss"]) == 3
+        found = [*pool.map(lambda model, rate: fit(model, rate, meet), models, rates)]
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    assert [trainer.method_of_keras(name) for name in ("fit", "evaluate", "predict")] == before
 
 
 def test_a_model_with_its_own_methods_gets_what_it_was_given(caplog):

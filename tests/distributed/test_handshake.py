@@ -198,7 +198,7 @@ def test_a_stranger_learns_nothing_but_the_protocol(listener, sent):
 
 
 FORGED = {
-    "without a MAC": lambda frame, session: frame,
+    "zeros as MAC": lambda frame, session: frame + bytes(MAC_BYTES),
     "a MAC of another key": lambda frame, session: (
         frame + make_session(b"x", "a", "b", is_client=True).sent.of(frame).digest()
     ),
@@ -213,9 +213,11 @@ def test_a_forged_message_ends_the_connection(listener, forge):
     connection = listener.admit()
     frame = encode({"kind": "none", "arrays": []})
     connection._socket.setblocking(True)
-    connection._socket.sendall(forge(frame, connection.session) + bytes(MAC_BYTES))
-    until_closed(connection)
-    assert listener.lines == [] or "its MAC is wrong" in listener.lines[0]
+    connection._socket.sendall(forge(frame, connection.session))
+    until_closed(connection)  # It would keep one that sent a message that it does not know.
+    if isinstance(listener, ParameterServer):
+        wait_until(lambda: listener.lines, "a line about the message")
+        assert "its MAC is wrong" in listener.lines[0]
 
 
 def until_closed(connection):
@@ -308,11 +310,9 @@ def test_strangers_leave_the_listener_descriptors_and_its_end_of_them_costs_no_t
         (tmp_path / "one more").touch()
         assert process.until("cpu_seconds") < 0.3
         process.until("free")
-        listener = contextlib.ExitStack()
         assert any("new connections wait: Too many open files" in line for line in process.told["all_lines"])
-        with listener:
-            strangers[-1].sendall(hello("x"))
-            assert b"challenge" in strangers[-1].recv(4096)
+        strangers[-1].sendall(hello("x"))
+        assert b"challenge" in strangers[-1].recv(4096)
         (tmp_path / "end").touch()
         assert process.end() == 0, process.said
     finally:

@@ -11,6 +11,7 @@ import pytest
 from lockstep import ClusterError
 from lockstep.distributed.control.failure_detector import Failure, FailureKind
 from lockstep.distributed.control.termination import ExitGuard
+from tests.support.waiting import DEADLINE
 
 DIED = Failure(FailureKind.DIED, 1, "node1", 71, "worker 1 of 2 (node1, process 71) died.")
 STUCK = Failure(FailureKind.STUCK, 1, "node1", 71, "worker 1 of 2 (node1, process 71) is stuck.")
@@ -197,9 +198,11 @@ def test_an_output_that_nobody_reads_does_not_hold_the_end(name, monkeypatch):
     assert codes == [75]
     assert time.monotonic() - began < 30
     blocked.free.set()
-    for thread in threading.enumerate():
-        if thread.name == "lockstep-last-words":
-            thread.join(60)
+    left = [thread for thread in threading.enumerate() if thread.name == "lockstep-exit"]
+    assert left
+    for thread in left:
+        thread.join(DEADLINE)
+        assert not thread.is_alive()
 
 
 def test_a_process_without_outputs_ends_too(monkeypatch):

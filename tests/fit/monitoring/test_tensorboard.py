@@ -1,6 +1,5 @@
 """What TensorBoard's own reader finds in the files, beside what Keras's history says."""
 
-import contextlib
 import json
 import os
 import random
@@ -196,12 +195,18 @@ def test_the_step_at_which_a_run_is_preempted_is_written(tmp_path):
         if batch == 2:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    for callbacks in ([keras.callbacks.LambdaCallback(on_train_batch_end=stop)], []):
-        with contextlib.suppress(SystemExit):
-            fit(built(), TensorBoard(tmp_path / "logs", update_freq=1), *callbacks, BackupAndRestore(tmp_path / "run"))
-    steps = [step for step, _ in shown(tmp_path / "logs" / "train")["batch_loss"]]
-    assert steps == list(range(1, len(steps) + 1))
-    assert len(steps) >= STEPS
+    def run(*callbacks):
+        fit(built(), TensorBoard(tmp_path / "logs", update_freq=1), *callbacks, BackupAndRestore(tmp_path / "run"))
+
+    def steps():
+        return [step for step, _ in shown(tmp_path / "logs" / "train")["batch_loss"]]
+
+    with pytest.raises(SystemExit) as ended:
+        run(keras.callbacks.LambdaCallback(on_train_batch_end=stop))
+    assert ended.value.code == 75
+    assert steps() == [1, 2, 3]
+    run()
+    assert steps() == list(range(1, 2 * STEPS + 1))
 
 
 def test_a_validation_that_a_preemption_cuts_short_is_written_when_it_is_whole(tmp_path):
