@@ -154,7 +154,7 @@ def test_cats_and_dogs_on_two_workers_print_the_digits_of_one_process():
 @pytest.mark.nightly
 @pytest.mark.usefixtures("data_folder")
 @pytest.mark.timeout(3000)
-def test_a_model_larger_than_the_memory_of_a_process_trains_on_four_and_resumes_on_three(tmp_path):
+def test_a_model_larger_than_the_memory_of_a_process_trains_on_four_and_resumes_on_three(tmp_path, request):
     ours = ("XLA_FLAGS", "PJRT_NPROC", "JAX_NUM_CPU_DEVICES")  # of a test process, which has eight devices
     environ = {name: value for name, value in os.environ.items() if name not in ours} | {"LOCKSTEP_KEEP_MEMORY": "0"}
     lockstep = [sys.executable, "-m", "lockstep.cli"]
@@ -162,7 +162,10 @@ def test_a_model_larger_than_the_memory_of_a_process_trains_on_four_and_resumes_
     def start(workers, folder):
         command = [*lockstep, "run", "-n", str(workers), str(EXAMPLES / "larger_than_memory.py")]
         command += ["--directory", str(tmp_path / folder)]
-        return subprocess.Popen(command, env=environ, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        process = subprocess.Popen(command, env=environ, **output)
+        request.addfinalizer(process.kill)
+        return process
 
     def finish(process):
         printed = process.communicate(timeout=900)[0]

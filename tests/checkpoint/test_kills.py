@@ -38,15 +38,17 @@ def test_killed_at_any_time_a_writer_leaves_complete_ones_only(kills, keep, tmp_
     newest = 0
     for _ in range(kills):
         command = [sys.executable, "-m", "tests.checkpoint.writes_for_ever", str(tmp_path), str(keep)]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=HERE.parents[1])
-        assert int(process.stdout.readline()) == newest
-        said = [newest, *(int(process.stdout.readline()) for _ in range(rng.randrange(3)))]
-        killer = threading.Timer(rng.uniform(0, 0.1), process.kill)
-        killer.start()
-        said += map(int, process.stdout.read().split())
-        killer.join()
-        assert process.wait(60) == -9
-        process.stdout.close()
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=HERE.parents[1]) as process:
+            try:
+                assert int(process.stdout.readline()) == newest
+                said = [newest, *(int(process.stdout.readline()) for _ in range(rng.randrange(3)))]
+                killer = threading.Timer(rng.uniform(0, 0.1), process.kill)
+                killer.start()
+                said += map(int, process.stdout.read().split())
+                killer.join()
+            finally:
+                process.kill()
+            assert process.wait(60) == -9
         store = CheckpointStore(tmp_path, keep, log=silent)
         loaded = store.newest()
         newest = 0 if loaded is None else loaded.step

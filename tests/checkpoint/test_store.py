@@ -312,18 +312,22 @@ def test_a_reader_beside_a_writer_finds_only_whole_ones(keep, tmp_path):
     store.write(0, filled(0))
 
     def write():
-        for step in range(1, 150):
-            store.write(step // 2, filled(step // 2))
-        ended.set()
+        try:
+            for step in range(1, 150):
+                store.write(step // 2, filled(step // 2))
+        finally:
+            ended.set()
 
-    writer = threading.Thread(target=write)
+    writer = threading.Thread(target=write, daemon=True)
     writer.start()
     found = []
-    while not ended.is_set():
-        loaded = CheckpointStore(tmp_path, log=silent).newest()
-        assert is_filled(loaded)
-        found.append(loaded.step)
-    writer.join()
+    try:
+        while not ended.is_set():
+            loaded = CheckpointStore(tmp_path, log=silent).newest()
+            assert is_filled(loaded)
+            found.append(loaded.step)
+    finally:
+        writer.join(60)
     assert found == sorted(found)
     assert len(set(found)) > 2
 

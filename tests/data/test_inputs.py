@@ -686,7 +686,7 @@ class EndsWithCode(InputSource):
 def test_no_thread_reads_what_no_step_of_keras_takes(steps):
     """Such as the end of a loader of torch, which draws the order of a pass that does not come."""
     source = EndsWithCode()
-    read = KerasInput(source, lambda batch: batch, depth=4, steps=steps, report=print)
+    read = KerasInput(source, lambda batch: batch, depth=4, steps=steps, report=[].append)
     batches = read.get_jax_iterator()
     for _ in range(1 if steps is None else 2):
         read.on_epoch_begin()

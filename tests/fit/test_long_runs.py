@@ -50,7 +50,10 @@ def test_two_thousand_steps_in_three_hundred_calls_take_nothing(given, devices, 
             before = taken()
         fit(model, *given(tmp_path), rows=8 * STEPS, epochs=1, shuffle=True)
     now = taken()
-    assert now[0] == before[0]
+    (arrays, *others), (arrays_before, *others_before) = now[0], before[0]
+    assert arrays == arrays_before
+    # A thread or a file of an earlier test of this process may have gone meanwhile.
+    assert all(one <= one_before for one, one_before in zip(others, others_before, strict=True)), (now, before)
     del earlier
     assert now[1] - before[1] < 20e6
     assert int(model.optimizer.iterations) == CALLS * STEPS

@@ -256,13 +256,12 @@ def test_output_that_cannot_be_written_stops_nothing(tmp_path, where, says):
 
 
 def test_nohup_is_respected(tmp_path):
-    command = ["nohup", *COMMAND, program(tmp_path, COUNTING.format(number=int(signal.SIGUSR1), end=""))]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment(), text=True)
-    text_of(tmp_path / "ready0")
-    process.send_signal(signal.SIGHUP)
-    process.send_signal(signal.SIGUSR1)
-    printed, _ = process.communicate(timeout=60)
-    assert (process.returncode, printed) == (0, "[worker 0] seen 1\n")
+    with started(program(tmp_path, COUNTING.format(number=int(signal.SIGUSR1), end="")), before=("nohup",)) as process:
+        text_of(tmp_path / "ready0")
+        process.send_signal(signal.SIGHUP)
+        process.send_signal(signal.SIGUSR1)
+        assert process.wait(timeout=60) == 0
+        assert process.stdout.read() == "[worker 0] seen 1\n"
 
 
 @pytest.mark.slow
@@ -337,9 +336,11 @@ def test_processes_that_the_shell_had_started_before_are_left_alone(tmp_path):
     command = f"sleep 100 > /dev/null & echo $!; exec {sys.executable} -m lockstep.cli run {path}"
     done = subprocess.run(["bash", "-c", command], stdout=subprocess.PIPE, text=True, timeout=60, env=environment())
     sleeper = int(done.stdout.splitlines()[0])
-    assert "[worker 0] done" in done.stdout
-    assert not has_ended(sleeper)
-    send(sleeper, signal.SIGKILL)
+    try:
+        assert "[worker 0] done" in done.stdout
+        assert not has_ended(sleeper)
+    finally:
+        send(sleeper, signal.SIGKILL)
 
 
 def test_the_start_costs_little(tmp_path):

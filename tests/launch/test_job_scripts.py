@@ -366,7 +366,11 @@ def test_the_skypilot_task_runs_the_program_on_each_node(tmp_path):
         )
         for rank in range(2)
     ]
-    printed = [process.communicate(timeout=60)[0] for process in started]
+    try:
+        printed = [process.communicate(timeout=60)[0] for process in started]
+    finally:
+        for process in started:
+            process.kill()
     assert [process.returncode for process in started] == [0, 0]
     seen = dict(line.removeprefix("[worker ").split("] ", 1) for text in printed for line in text.splitlines())
     assert sorted(seen) == ["0", "1", "2", "3"]

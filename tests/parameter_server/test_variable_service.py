@@ -455,6 +455,8 @@ def test_a_server_that_still_serves_the_last_call_is_waited_for():
             servers.callback(serve(0, servers.plan, keras.optimizers.SGD(), listener, **options).stop)
             ready.set()
 
-        threading.Thread(target=serve_next_call).start()
+        serving = threading.Thread(target=serve_next_call, daemon=True)
+        serving.start()
+        servers.callback(serving.join, DEADLINE)
         servers.client(0, identity={"call": 2}).fill(values_of())
-        assert ready.is_set()
+        assert ready.wait(DEADLINE)
