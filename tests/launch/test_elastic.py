@@ -117,7 +117,7 @@ def test_a_node_that_comes_later_takes_part_from_the_next_start_on(job, tmp_path
     first = nodes.start("--node-rank", 0)
     text_of(tmp_path / "0.0")
     second = nodes.start()
-    assert "waiting for node 0 (" in wait_for_message(second, "to end, 2 s")
+    assert "waiting for node 0 (" in wait_for_message(second, " to end, ")
     (tmp_path / "go").touch()
     ends = [end_of(first), end_of(second)]
     assert sorted(printed for _, printed, _ in ends) == [f"[worker {rank}] done by 2\n" for rank in range(2)]
@@ -211,7 +211,7 @@ def test_too_few_nodes_end_in_time_and_say_who_is_missing(tmp_path):
     path = program(tmp_path, "print('ran')")
     done = run("--nnodes", "2:3", "--hosts", f"{host},gone.invalid,away.invalid", *limits, path)
     assert (done.returncode, done.stdout) == (75, "")
-    assert "waiting for 1 more node of gone.invalid and away.invalid (1 of 2:3 here), 2 s" in done.stderr
+    assert "waiting for 1 more node of gone.invalid and away.invalid (1 of 2:3 here), " in done.stderr
     assert "expected at least 2 nodes within 2.5 s, got 1" in done.stderr.splitlines()[-1]
     assert "absent: gone.invalid and away.invalid" in done.stderr.splitlines()[-1]
 

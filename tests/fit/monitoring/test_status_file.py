@@ -6,7 +6,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 
 import keras
 import pytest
@@ -17,6 +16,7 @@ from lockstep import cli
 from lockstep.callbacks import BackupAndRestore, TensorBoard, ThroughputMonitor
 from lockstep.checkpoint.serialization import STATUS
 from lockstep.tools import top
+from tests.support.waiting import wait_until
 
 from .runs import STEPS, built, fit
 
@@ -40,9 +40,7 @@ def test_a_run_tells_where_it_stands(tmp_path, capsys):
     seen = {}
 
     def look():
-        until = time.monotonic() + 60
-        while not (tmp_path / "run" / STATUS).exists():
-            assert time.monotonic() < until
+        wait_until((tmp_path / "run" / STATUS).exists, "the status of the run")
         seen.update(status(tmp_path / "run"))
 
     history = fit(
