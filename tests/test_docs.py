@@ -5,13 +5,22 @@ import runpy
 import shlex
 import subprocess
 import sys
+from inspect import signature
 from pathlib import Path
 
 import pytest
 
-from lockstep import cli
+from lockstep import _logging, cli
+from lockstep.checkpoint import writer_lock
+from lockstep.checkpoint.async_writer import AsyncWriter
 from lockstep.cluster_resolver import RESOLVERS
 from lockstep.collectives import ALGORITHMS
+from lockstep.data import prefetch
+from lockstep.distributed.control import handshake, limits
+from lockstep.doctor import environment_checks
+from lockstep.fit.checkpointing import fit_checkpoint, preemption
+from lockstep.launch import rendezvous_state, supervisor
+from lockstep.tools import top
 from tests.laws.cases import CASES
 from tests.laws.compare import DEVICES, RELATIVE, REPLICAS
 from tests.pages import IN_FORKS, blocks_of, names_the_backend_first, text_of
@@ -317,6 +326,35 @@ def test_the_page_about_what_is_computed_says_how_exact_law_1_is():
     exact = {case.relative for case in CASES}
     assert exact == {RELATIVE, 3e-5, 5e-3}
     assert all(f"{relative:.0e}".replace("e-0", "e-") in page for relative in exact)
+
+
+WORDS = {2: "two", 4: "four", 5: "five", 10: "ten", 60: "a minute", 1800: "half an hour", 3600: "an hour"}
+
+
+@pytest.mark.parametrize(
+    ("page", "sentence", "limit"),
+    [
+        ("several_machines", "All workers must start within {:g} s of each other", limits.TIMEOUT_SECONDS),
+        ("several_machines", "detected within `CommunicationOptions(timeout_seconds={:g})`", limits.TIMEOUT_SECONDS),
+        ("several_machines", "(data may be loaded) is {word}", limits.LONG_SECONDS),
+        ("coordinator", "If no function is finished for {word}", limits.LONG_SECONDS),
+        ("waits", "A wait for a batch is logged after {word}", prefetch.PATIENCE),
+        ("waits", "for which `fit` waits {:g} s", signature(AsyncWriter).parameters["timeout_seconds"].default),
+        ("waits", "or {word} if all workers write their shards", fit_checkpoint._PARTS_SECONDS),
+        ("resume", "comes again within {word} seconds is the same request", preemption._ONE_REQUEST),
+        ("resume", "on another one after {:g} s", writer_lock._LEASE_SECONDS),
+        ("security", "A connection has {:g} seconds for its handshake", handshake.HANDSHAKE_SECONDS),
+        ("security", "At most {} connections may be in their handshake", handshake._MAX_HANDSHAKES),
+        ("launching", "`lockstep run` sends nothing for {:g} s", rendezvous_state.SILENT_SECONDS),
+        ("launching", "The end waits {word} seconds for a reader", supervisor._FLUSH_SECONDS),
+        ("doctor", "in parallel and within {word} seconds", environment_checks.LIMIT),
+        ("monitoring", "If the file is older than {word} seconds", top.STALE),
+        ("troubleshooting", "After {word} seconds a line names", _logging._FIRST_LINE_SECONDS),
+    ],
+)
+def test_a_page_states_the_limit_of_the_code(page, sentence, limit):
+    text = " ".join((ROOT / "docs" / f"{page}.md").read_text().split())
+    assert sentence.format(limit, word=WORDS.get(limit)) in text
 
 
 def test_every_algorithm_is_explained():
