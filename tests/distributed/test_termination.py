@@ -197,9 +197,9 @@ def test_an_output_that_nobody_reads_does_not_hold_the_end(name, monkeypatch):
     ExitGuard(grace_seconds=0, end=codes.append).on_failure(DIED)
     assert codes == [75]
     assert time.monotonic() - began < 30
-    blocked.free.set()
     left = [thread for thread in threading.enumerate() if thread.name == "lockstep-exit"]
     assert left
+    blocked.free.set()
     for thread in left:
         thread.join(DEADLINE)
         assert not thread.is_alive()
