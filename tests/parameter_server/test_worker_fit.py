@@ -123,6 +123,18 @@ def test_the_evaluator_skips_epochs_that_have_ended_and_the_chief_keeps_the_valu
     assert [line.partition(" and ")[0] for line in lines] == ["evaluator, after epoch 10"]
 
 
+def test_an_epoch_that_ends_before_a_step_of_this_run_has_the_values_of_the_model():
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dropout(0.5), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    with ServedDispatcher() as served:
+        chief = ChiefFit(model, Mock(), served.dispatcher, 1, None, None, None)
+        chief._state_sync = SimpleNamespace(totals=SimpleNamespace(non_trainable=[]))
+        chief.publish_epoch(5)
+        (kept,) = (arrays for _, arrays in served.dispatcher._published.values() if arrays)
+    (seed,) = model.non_trainable_variables
+    assert {name: value.tolist() for name, value in kept.items()} == {"0": np.asarray(seed.value).tolist()}
+
+
 def test_the_evaluator_logs_that_it_came_too_late_for_the_last_epoch():
     with ServedDispatcher() as served:
         chief_of(served, []).publish_epoch(5)

@@ -160,7 +160,9 @@ class ChiefFit:
         Args:
             epoch: its number in Keras's loop, which does not begin with 0 if training was resumed.
         """
-        values = {str(number): value for number, value in enumerate(self._state_sync.totals.non_trainable)}
+        # If a resumed run has no step left in its epoch, only the model has them yet.
+        newest = self._state_sync.totals.non_trainable or [x.value for x in variables_of(self._model)[1]]
+        values = {str(number): np.asarray(value) for number, value in enumerate(newest)}
         number, self._epochs_published = self._epochs_published, self._epochs_published + 1
         self._dispatcher.publish(NEWEST_EPOCH, {"number": number, "epoch": epoch}, values)
         self._dispatcher.publish(epoch_key(number), {})
