@@ -2,9 +2,13 @@
 
 import json
 import signal
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
+from lockstep.launch import restart_policy
+from lockstep.launch.rank_assignment import ProcessName
 from tests.launch.launching import program, run, started, text_of, wait_for_message
 
 GENERATION = "generation = int(os.environ['LOCKSTEP_GENERATION'])\n"
@@ -70,6 +74,23 @@ def test_the_pause_before_a_restart_can_be_ended(tmp_path, number):
         wait_for_message(supervisor, "restart 2 of 9")
         supervisor.send_signal(number)
         assert supervisor.wait(timeout=60) == 4
+
+
+@pytest.mark.parametrize(("workers", "started"), [(1, 1), (2, 0)])
+@pytest.mark.parametrize("is_lost_before", [True, False])
+def test_only_the_last_worker_starts_again_when_the_job_is_about_to_end(monkeypatch, workers, started, is_lost_before):
+    monkeypatch.setattr(restart_policy, "backoff_seconds", lambda restart: 0.0)
+    names = [ProcessName("worker", number) for number in range(workers)]
+    again = []
+    policy = restart_policy.WorkerLossPolicy(set(names), restart_policy.RestartBudget(3), again.append, print)
+    failure = SimpleNamespace(process=names[0], code=-9, confirmed_at=0.0, headline="worker 0 was killed")
+    lost = Mock(failure=failure)
+    if is_lost_before:
+        policy.tolerated.add(lost)
+        policy._on_loss(failure, 0.0)
+    policy.stop_restarting()
+    policy.update([lost])
+    assert again == names[:1] * started
 
 
 def test_log_files_of_all_generations_are_kept(tmp_path):

@@ -244,7 +244,7 @@ def _no_output(arguments: dict[str, Any]) -> Iterator[None]:
 
 def _without_folder(checkpoint: keras.callbacks.ModelCheckpoint) -> Callable[..., str]:
     path = checkpoint._get_file_path
-    return lambda *args: os.path.basename(path(*args))
+    return lambda *args, **kwargs: os.path.basename(path(*args, **kwargs))
 
 
 def _refuse_backup(arguments: dict[str, Any]) -> None:

@@ -468,7 +468,7 @@ def kubernetes_manifest(job: LaunchConfig) -> str:
         indexes=_INDEXES.format(nodes=job.nodes),
         failures=job.nodes * (job.max_restarts + 1),
         success=_SUCCESS if job.is_elastic else "",
-        subdomain=f"subdomain: {name}\n    ",
+        subdomain=f'subdomain: "{name}"\n    ',
         process=indent(process, " " * 8),
     )
     service = _SERVICE.format(name=name, port=first_port(job))

@@ -90,9 +90,11 @@ class WorkerLossPolicy:
             self._start(process)
 
     def stop_restarting(self) -> None:
-        """Restart no worker from now on, as the job is about to end."""
+        """Restart no worker from now on, as the job is about to end, but the last one: without it no batch is finished."""
         self._is_ending = True
-        self._restart_at.clear()
+        if self._lost | self._restart_at.keys() < self._expendable:
+            self._lost.update(self._restart_at)
+            self._restart_at.clear()
 
     def deadlines(self, workers: Sequence[WorkerProcess]) -> list[float]:
         """Return the times at which ``update`` will have something to do, on the monotonic clock."""
@@ -104,7 +106,8 @@ class WorkerLossPolicy:
         return failure.process in self._expendable and failure.code not in _FINAL
 
     def _on_loss(self, failure: ProcessFailure, now: float) -> None:
-        restart = None if self._is_ending else self._restarts.take()
+        is_last = self._lost | self._restart_at.keys() | {failure.process} == self._expendable
+        restart = self._restarts.take() if is_last or not self._is_ending else None
         if restart is not None:
             seconds = backoff_seconds(restart)
             self._restart_at[failure.process] = now + seconds
@@ -113,8 +116,7 @@ class WorkerLossPolicy:
                 f"(restart {restart} of {self._restarts.limit})"
             )
         else:
-            if not self._is_ending:  # Else it is not missed: the others save and end.
-                self._lost.add(failure.process)
+            self._lost.add(failure.process)
             action = (
                 "no worker is left" if self._lost == self._expendable else "the other processes continue without it"
             )

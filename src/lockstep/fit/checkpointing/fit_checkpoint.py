@@ -605,8 +605,8 @@ class FitCheckpoint(StepHook):
         self._rate = now if then is None else then
 
     def _report_emptied_files(self) -> None:
-        """Log which files have lost what the earlier run wrote to them."""
-        for name in self._emptied_files:
+        """Log which files have lost what the earlier run wrote to them; there is nothing within the first epoch."""
+        for name in self._emptied_files if self.resumed.position.epoch else ():
             self._log(
                 f"CSVLogger has emptied {name}: the rows of the epochs before are lost. Fix: CSVLogger({name!r}, append=True)"
             )
