@@ -1,12 +1,13 @@
 """What the callbacks of Keras change in training, so that a checkpoint has it.
 
-Undocumented parts, as of Keras 3.15: these attributes; the class ``MonitorCallback``, which gives ``min_delta`` the sign that fits the
-function ``monitor_op``; the method ``_flush_futures``, which waits for callbacks that run in threads.
+Undocumented parts, as of Keras 3.15: these attributes; that ``min_delta`` gets the sign that fits the function ``monitor_op``; the method
+``_flush_futures``, which waits for callbacks that run in threads.
 """
 
 import keras
-from keras.src.callbacks.monitor_callback import MonitorCallback
+from keras.callbacks import EarlyStopping, ModelCheckpoint, OrbaxCheckpoint, ReduceLROnPlateau
 
+_MONITORS = (EarlyStopping, ModelCheckpoint, OrbaxCheckpoint, ReduceLROnPlateau)
 _SAVING = {"_batches_seen_since_last_saving": "count", "_last_batch_seen": "count", "_current_epoch": "count"}
 _MONITORING = {"best": "number", "monitor_op": "function"}
 # What the callbacks of Keras change in training, and of which kind it is; all else is for their constructors to say.
@@ -39,15 +40,13 @@ CALLBACK_STATE: dict[str, dict[str, str]] = {
 
 def monitored(callback: keras.callbacks.Callback) -> dict[str, str]:
     """Return the arguments of a callback that say which metric its state is about; empty if it monitors none."""
-    return {
-        name: str(vars(callback).get(name)) for name in ("monitor", "mode") if isinstance(callback, MonitorCallback)
-    }
+    return {name: str(vars(callback).get(name)) for name in ("monitor", "mode") if isinstance(callback, _MONITORS)}
 
 
 def set_sign_of_min_delta(callback: keras.callbacks.Callback) -> None:
     """Give ``min_delta``, an argument, the sign that Keras gives it when it chooses ``monitor_op``, which may have been restored."""
     signs = {keras.ops.less: -1, keras.ops.greater: 1}
-    sign = signs.get(vars(callback).get("monitor_op")) if isinstance(callback, MonitorCallback) else None
+    sign = signs.get(vars(callback).get("monitor_op")) if isinstance(callback, _MONITORS) else None
     if sign is not None:
         callback.min_delta = abs(callback.min_delta) * sign
 

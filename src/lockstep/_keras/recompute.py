@@ -13,10 +13,9 @@ from typing import Any
 
 import jax
 import keras
-from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
 from keras.src.backend.common.stateless_scope import get_stateless_scope
 
-from lockstep._keras.graph import flatten_in_order
+from lockstep._keras.graph import flatten_in_order, get_keras_mask, set_keras_mask
 from lockstep._keras.layer_attributes import AttributeLeaf, attribute_arrays, set_attribute_leaves
 from lockstep._keras.patches import LAYER_CALL, patched_method
 

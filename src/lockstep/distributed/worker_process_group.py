@@ -28,8 +28,7 @@ from lockstep.data import fit_wrapper
 from lockstep.data.keras_adapter import KerasInput
 from lockstep.data.process_group import ProcessGroup
 from lockstep.devices.placement import DEVICE_AXIS, Placement, is_rows
-from lockstep.distributed import consistency
-from lockstep.distributed.consistency import BatchComparison, DriftCheck, describe_model
+from lockstep.distributed.consistency import BatchComparison, DriftCheck, compare_batch, describe_model
 from lockstep.distributed.control.control_client import MAIN, ControlClient
 from lockstep.distributed.control.heartbeat import WorkerStatus
 from lockstep.distributed.control.transport import as_text
@@ -125,7 +124,7 @@ class WorkerProcessGroup(ProcessGroup):
 
     def compare_batch(self, call: str, number: int, batch: Any) -> None:
         """See the base class."""
-        consistency.compare_batch(self._client, call, number, batch)
+        compare_batch(self._client, call, number, batch)
 
     def worker_statuses(self) -> list[WorkerStatus]:
         """See the base class."""

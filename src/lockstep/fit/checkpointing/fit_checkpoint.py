@@ -394,7 +394,7 @@ class FitCheckpoint(StepHook):
         self._functions.validation_begins()
         point = self._before_reset(self._save_point(self._position, True, _CHANGED_BY_VALIDATION))
         hearing = [number for number, callback in enumerate(self._other_callbacks) if _hears_validation(callback)]
-        self._before_validation = replace(point, callbacks={number: self._packed(number) for number in hearing})
+        self._before_validation = replace(point, callbacks=self._packed(hearing))
 
     def validation_step_ended(self) -> None:
         """Note if all processes stop now, so that a preemption cuts the validation short."""
@@ -476,7 +476,9 @@ class FitCheckpoint(StepHook):
 
     def _metadata(self, point: _SavePoint, is_finished: bool) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the metadata of a checkpoint, and the arrays of callbacks and logs; those of logs may still be computed."""
-        packed = [point.callbacks.get(number) or self._packed(number) for number in range(len(self._first_attributes))]
+        numbers = range(len(self._first_attributes))
+        by_number = self._packed(number for number in numbers if number not in point.callbacks) | point.callbacks
+        packed = [by_number[number] for number in numbers]
         arrays = {name: array for _, own in packed for name, array in own.items()}
         named_logs, logs = packed_logs(self._logs)
         metadata = {  # These names are those on disk.
@@ -501,12 +503,15 @@ class FitCheckpoint(StepHook):
         }
         return metadata, arrays | {f"logs/{n}": value for n, value in enumerate(logs)}
 
-    def _packed(self, number: int) -> _Packed:
+    def _packed(self, numbers: Iterable[int]) -> dict[int, _Packed]:
         wait_for_callbacks(self.callbacks)
-        callback, arrays = self._other_callbacks[number], dict[str, np.ndarray]()
-        first = self._first_attributes[number]
-        attributes = packed_attributes(callback, f"callback {number}", arrays, first, self._variables.lookup())
-        return [type(callback).__name__, attributes, monitored(callback)], arrays
+        value_of, found = self._variables.lookup(), dict[int, _Packed]()
+        for number in numbers:
+            callback, arrays = self._other_callbacks[number], dict[str, np.ndarray]()
+            first = self._first_attributes[number]
+            attributes = packed_attributes(callback, f"callback {number}", arrays, first, value_of)
+            found[number] = [type(callback).__name__, attributes, monitored(callback)], arrays
+        return found
 
     def _save_point(self, position: TrainPosition, is_epoch_over: bool, kinds: Iterable[str] = ()) -> _SavePoint:
         """The state now, with the values of some kinds of variables."""

@@ -381,9 +381,8 @@ def _packed(value: Any, name: str, arrays: dict[str, np.ndarray], value_of: _Val
         return {"keras.ops": value.__name__}
 
     def items() -> list[Any]:
-        return [
-            _packed(item, f"{name}/{n}", arrays, value_of) for n, item in enumerate([*value])
-        ]  # A thread may add to it.
+        copy = [*value]  # A thread may add to it.
+        return [_packed(item, f"{name}/{n}", arrays, value_of) for n, item in enumerate(copy)]
 
     def pairs() -> list[Any]:
         """The items with their keys; numbers make the names, as keys may look alike: 1 and "1"."""
