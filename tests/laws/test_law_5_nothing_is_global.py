@@ -119,6 +119,20 @@ def test_built_and_compiled_outside_and_used_in_the_scope():
     assert devices_of(model) == 2
 
 
+def test_the_first_fit_in_the_scope_has_the_hooks_of_the_strategy(tmp_path):
+    model = compiled()
+    with Topology(2, 2).strategy().scope():
+        fitted(model, callbacks=[lockstep.callbacks.BackupAndRestore(tmp_path / "run")])
+    assert list((tmp_path / "run").iterdir())
+
+
+@pytest.mark.parametrize("name", ["fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch"])
+def test_the_first_call_in_the_scope_is_checked(name):
+    model = compiled()
+    with Topology(2, 2).strategy().scope(), pytest.raises(lockstep.InputError, match=f"{name}: x"):
+        getattr(model, name)(np.array([["text"]], object))
+
+
 def test_a_model_that_was_trained_before_goes_on_under_a_strategy():
     plain, ours = compiled(), compiled()
     fitted(plain)

@@ -30,7 +30,10 @@ class Patch:
 
 CLAIM_MODELS = Patch(
     target="class Model",
-    attributes=("__init__", "compile", "make_train_function", "make_test_function", "make_predict_function"),
+    attributes=(
+        *("__init__", "compile", "make_train_function", "make_test_function", "make_predict_function"),
+        *("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch"),
+    ),
     lifetime="while a strategy's scope is open in any thread",
     reason="a strategy attaches itself to each model that is made, compiled or used in its scope",
     public_api="a hook that Keras calls for each new model, as it does for tf.distribute on TensorFlow",

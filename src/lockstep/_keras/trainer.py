@@ -49,6 +49,7 @@ from lockstep._keras.patches import (
 from lockstep._keras.variable_placement import VariableSharder, lay_out, lay_out_uninitialized
 
 FUNCTIONS = ("train", "test", "predict")
+CALLS = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
 _STRATEGY = "_lockstep_owner"
 DEFAULT_BATCH_SIZE = 32  # of fit, evaluate and predict
 STATE_KINDS = ("trainable_variables", "non_trainable_variables", "optimizer_variables", "metrics_variables")
@@ -129,6 +130,8 @@ def _patch_classes(
     base = next(cls for cls in keras.Model.__mro__ if "compile" in vars(cls))
     changed = [(trainer, "__init__"), (base, "compile"), *((trainer, f"make_{name}_function") for name in FUNCTIONS)]
     claiming = [(owner, name, _claiming(vars(owner)[name], name, current)) for owner, name in changed]
+    calls = [(_owner_of(name), name) for name in CALLS]
+    claiming += [(owner, name, _claiming_before_call(vars(owner)[name], name, current)) for owner, name in calls]
     patches.enter_context(patched(CLAIM_MODELS, claiming))
     owner = next(cls for cls in keras.Variable.__mro__ if "_initialize" in vars(cls))
     initialize = _laying_out(vars(owner)["_initialize"], current_sharder)
@@ -175,6 +178,25 @@ def _claiming(original: Callable[..., Any], name: str, current: Callable[[], Cla
             return None
         own = self.__dict__.get(name)  # what the claim has put in place of ``original``
         return own(*args, **kwargs) if own else original(self, *args, **kwargs)
+
+    return method
+
+
+def _claiming_before_call(
+    original: Callable[..., Any], name: str, current: Callable[[], Claim | None]
+) -> Callable[..., Any]:
+    """Return ``original``, of a model without a strategy with a claim before the first call, which is then that of the strategy.
+
+    A method of a model's own class runs already when it calls ``original``, which stays Keras's then.
+    """
+
+    @functools.wraps(original)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        claim = current()
+        if claim is None or strategy_of(self) is not None or has_own(self, name):
+            return original(self, *args, **kwargs)
+        claim(self)
+        return self.__dict__[name](*args, **kwargs)
 
     return method
 
