@@ -81,13 +81,43 @@ def checked(make, loss, batch, parts):
     model.compile("sgd", loss)
     model.optimizer.build(model.trainable_variables)
     before = [np.array(variable.value) for variable in model.variables]
-    check_mean_loss(model, batch, parts)
+    reason = check_mean_loss(model, batch, parts)
     assert all((one == other.value).all() for one, other in zip(before, model.variables, strict=True))
+    return reason
 
 
 @pytest.mark.parametrize(("make", "loss", "batch"), MEANS.values(), ids=MEANS)
 def test_a_mean_over_rows_is_taken(make, loss, batch):
-    checked(make, loss, batch, 3)
+    assert not checked(make, loss, batch, 3)
+
+
+class OwnLoss(keras.Sequential):
+    """Keras's guide to custom steps: the test_step that it inherits calls its method with other arguments."""
+
+    def compute_loss_and_updates(self, trainable, non_trainable, x, y, training=False):
+        pass
+
+
+class Samples(layers.Layer):
+    """Draws in evaluation, too."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.seeds = keras.random.SeedGenerator(1)
+
+    def call(self, x):
+        return x + keras.random.normal(ops.shape(x), seed=self.seeds)
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda: dense(kind=OwnLoss), "its test_step fails: TypeError"),
+        (lambda: dense(Samples()), "draws random numbers"),
+    ],
+)
+def test_losses_that_cannot_be_compared_are_told_and_not_refused(make, reason):
+    assert reason in checked(make, "mse", (X, Y), 3)
 
 
 @pytest.mark.parametrize("parts", [1, 2, 9])

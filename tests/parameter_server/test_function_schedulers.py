@@ -9,7 +9,7 @@ import pytest
 import lockstep
 from lockstep.distributed.control.handshake import Peer
 from lockstep.execution.replica import StateMerge
-from lockstep.parameter_server.function_scheduler_base import decode_result, encode_result
+from lockstep.parameter_server.function_scheduler_base import decode_result, encode_result, set_weights, weights_of
 from lockstep.parameter_server.rpc import ClientSession
 from lockstep.parameter_server.state_sync import SeedOffsets
 from lockstep.parameter_server.task_dispatcher import SyncPointLog, TaskDispatcher, TaskQueue
@@ -248,4 +248,15 @@ def test_seed_offsets_give_the_numbers_of_sequential_steps():
     first, second = draws.apply([seed, average], 0), draws.apply([seed, average], 2)
     assert (first[0].tolist(), second[0].tolist()) == ([7, 10], [7, 16])
     assert second[1] is average
-    assert draws.apply([seed, average], 2, part=1)[0].tolist() != [7, 16]
+    assert draws.apply([seed, average], 2, replica=1)[0].tolist() != [7, 16]
+    assert draws.apply([seed, average], -1)[0].tolist() == [7, 7]  # of a worker that was lost for a while
+
+
+def test_after_a_join_the_processes_agree_on_the_steps_and_the_learning_rate_of_the_optimizer():
+    ours, theirs = net(), net()
+    for model in (ours, theirs):
+        model.optimizer.build(model.trainable_variables)
+    ours.optimizer.iterations.assign(7)
+    ours.optimizer.learning_rate = 0.25
+    set_weights(theirs, weights_of(ours))
+    assert (int(theirs.optimizer.iterations), float(theirs.optimizer.learning_rate)) == (7, 0.25)

@@ -11,7 +11,7 @@ import pytest
 
 from lockstep import ClusterError
 from lockstep._array_encoding import ArraySpec
-from lockstep._errors import NO_PROGRESS, PEER_LOST
+from lockstep._errors import NO_PROGRESS, PEER_LOST, USER_ERROR
 from lockstep.parameter_server.sharding import FixedShardsPartitioner, plan_shards
 from lockstep.parameter_server.sparse_rows import SparseGradient
 from lockstep.parameter_server.variable_client import BatchPart
@@ -119,6 +119,42 @@ def test_a_reassigned_batch_counts_once_on_each_server():
         assert [reply["was_applied"] for reply in worker.push(gradient, task=0)] == [True, True]
         assert [reply["was_applied"] for reply in chief.push(gradient, task=0)] == [False, False]
         assert [each["updates"] for each in chief.statistics()] == [1, 1]
+
+
+def test_a_repeated_push_is_answered_when_the_first_one_is_applied(monkeypatch):
+    with Servers(1) as servers:
+        chief, first, second = servers.client(0), servers.client(1), servers.client(2)
+        chief.fill(values_of())
+        gradient, began, goes_on, apply = values_of(seed=1), threading.Event(), threading.Event(), VariableStore.apply
+
+        def slow_apply(store, pushes):
+            began.set()
+            assert goes_on.wait(DEADLINE)
+            return apply(store, pushes)
+
+        monkeypatch.setattr(VariableStore, "apply", slow_apply)
+        pushed = in_thread(lambda: first.push(gradient, task=0))
+        assert began.wait(DEADLINE)
+        repeated = in_thread(lambda: [*second.push(gradient, task=0), *second.pull().items()])
+        threading.Timer(0.2, goes_on.set).start()
+        reply, *values = repeated()
+        assert (reply["version"], reply["was_applied"]) == (1, False)
+        assert_equal(dict(values), chief.pull())
+        assert pushed()[0]["was_applied"]
+
+
+def test_an_error_of_the_optimizer_is_told_and_is_no_lost_server():
+    class Failing(keras.optimizers.SGD):
+        def update_step(self, gradient, variable, learning_rate):
+            raise ValueError("a fault of the optimizer")
+
+    with Servers(1, optimizer=Failing) as servers:
+        chief, worker = servers.client(0), servers.client(1)
+        chief.fill(values_of())
+        with pytest.raises(ClusterError, match="has refused a 'push': ValueError: a fault of the optimizer") as raised:
+            worker.push(values_of(seed=1))
+        assert raised.value.exit_code == USER_ERROR
+        assert_equal(chief.pull(), values_of())
 
 
 def test_parts_of_a_batch_make_one_update_whoever_pushes_them_in_whatever_order():

@@ -4,9 +4,11 @@ The loop runs a little ahead of the workers, so that none waits for it: its logs
 at an epoch's end or in a callback, the loop waits until every batch is done, and fetches them.
 """
 
+import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from functools import cached_property, partial
 from typing import Any
 
@@ -17,6 +19,7 @@ import numpy as np
 from lockstep._errors import PEER_LOST, ClusterError
 from lockstep._keras.trainer import variables_of
 from lockstep.data.keras_adapter import KerasInput
+from lockstep.devices.placement import is_rows
 from lockstep.parameter_server.gradient_step import count_batch_rows, nonempty_parts
 from lockstep.parameter_server.sharding import ShardingPlan
 from lockstep.parameter_server.staleness import UpdateCounters
@@ -27,6 +30,7 @@ from lockstep.parameter_server.worker_fit import NEWEST_EPOCH, epoch_key, hook_k
 
 READY = "the servers have values"  # Key that the chief publishes after it has filled the servers.
 _TASKS_PER_WORKER = 2  # one that it runs, and one that waits for it
+_KEPT_BYTES = 2**28  # of the batches that a worker keeps because an earlier one may still be assigned to it
 
 
 class _Update:
@@ -97,7 +101,7 @@ class ChiefFit:
         self._state_after_steps: State | None = None  # None if a batch was scheduled since.
         self._logs: dict[str, Any] = {}
         self._keras_logs: dict[str, Any] = {}  # as the last step returned them to Keras
-        self._is_broken = False  # Set during an exchange with the servers, so that none follows a failed one.
+        self._is_broken = False  # Set during an exchange with the servers, so that none follows a failed one, and after a failed batch.
         self._counters = UpdateCounters()
         data.track_state(None)
         if parts is None:  # In synchronous training, the number of rows of each batch must be known here.
@@ -111,6 +115,10 @@ class ChiefFit:
 
     def step(self, state: Any, batch: Any) -> tuple[dict[str, Any], State]:
         """Run Keras's next step: schedule the batch that was taken from the input last."""
+        with self._noting_failure():
+            return self._step(state, batch)
+
+    def _step(self, state: Any, batch: Any) -> tuple[dict[str, Any], State]:
         given = self._send_changes(state)
         number_of_pass, number_of_batch = self._data.last_taken
         pass_key = f"pass {number_of_pass}, after {len(self._data.epoch_hooks)} hooks"
@@ -118,9 +126,19 @@ class ChiefFit:
             self._pass_key = pass_key
             self._publish_pass()
         self._schedule(number_of_batch, count_batch_rows(batch))
-        self._collect(0 if self._parts else _TASKS_PER_WORKER * max(1, self._dispatcher.worker_count) - 1)
+        in_flight = _TASKS_PER_WORKER * max(1, self._dispatcher.worker_count)
+        self._collect(0 if self._parts else in_flight - 1, max(in_flight, _KEPT_BYTES // max(1, _size_of(batch))))
         self._keras_logs = dict(self._logs)
         return self._keras_logs, given
+
+    @contextmanager
+    def _noting_failure(self) -> Iterator[None]:
+        """Note a failure of a batch, after which no newer state than Keras's can come."""
+        try:
+            yield
+        except ClusterError:
+            self._is_broken = True
+            raise
 
     def _publish_pass(self) -> None:
         """Publish what workers need to read the pass; each hook by itself, as there may be thousands."""
@@ -132,10 +150,14 @@ class ChiefFit:
         self._dispatcher.publish(self._pass_key, metadata | {"hook_count": len(hooks)})
 
     def wait_for_steps(self) -> State | None:
-        """Wait until every scheduled batch is done, and return the newest state; None if there is no newer one than Keras's."""
+        """Wait until every scheduled batch is done, and return the newest state; None if there is no newer one than Keras's.
+
+        Raises:
+            ClusterError: a batch has failed. It is raised once, here or in a step; after it, this returns None.
+        """
         if self._client is None or self._keras_state is None or self._is_broken:
             return None
-        if self._state_after_steps is not None or self._dispatcher.has_failed:
+        if self._state_after_steps is not None:
             return self._state_after_steps
         self._is_broken = True
         self._collect(0)
@@ -187,6 +209,8 @@ class ChiefFit:
         self._keras_state = (list(state[0]), list(state[1]), list(state[2]), list(state[3]))
         if any(changed):
             self._collect(0)
+            if changed[3]:  # The metrics were reset: the logs are those of an earlier epoch.
+                self._logs = {}
             self._is_broken = True
             self._state_sync.broadcast(changed, state, self._updates, self._updates)
             self._is_broken = False
@@ -214,12 +238,19 @@ class ChiefFit:
         self._in_flight.append(update)
         self._updates, self._state_after_steps = self._updates + 1, None
 
-    def _collect(self, most: int) -> None:
-        """Wait until at most so many batches are in flight, and at least one is done; then update the logs."""
+    def _collect(self, most: int, ahead: int = 0) -> None:
+        """Wait until at most so many batches are in flight, and at least one is done; then update the logs.
+
+        Args:
+            most: number of batches in flight.
+            ahead: number of batches that may be done before an earlier one is; workers may keep as many.
+        """
 
         def is_enough() -> bool:
-            done = sum(update.is_done for update in self._in_flight)
-            return len(self._in_flight) - done <= most and (done > 0 or bool(self._logs) or not self._in_flight)
+            unfinished = [update.batch for update in self._in_flight if not update.is_done]
+            is_ahead = bool(unfinished) and self._in_flight[-1].batch - min(unfinished) > ahead
+            is_new = len(unfinished) < len(self._in_flight) or bool(self._logs) or not self._in_flight
+            return len(unfinished) <= most and not is_ahead and is_new
 
         self._dispatcher.wait_until(is_enough)
         finished = [update for update in self._in_flight if update.is_done]
@@ -263,6 +294,11 @@ class ChiefFit:
         pairs = list(zip(self._model.metrics_variables, metrics, strict=True))
         with keras.StatelessScope(state_mapping=pairs):
             return self._model.get_metrics_result()
+
+
+def _size_of(batch: Any) -> int:
+    leaves = jax.tree.leaves(batch, is_leaf=is_rows)
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
 
 
 def _no_sums(reports: Sequence[Mapping[str, Any]]) -> frozenset[int]:

@@ -39,7 +39,7 @@ from lockstep.parameter_server.task_dispatcher import TaskDispatcher
 from lockstep.parameter_server.variable_client import VariableClient
 from lockstep.parameter_server.worker_fit import WorkerFit
 
-_HOOKS = "hooks of the data"
+_HOOKS, _HISTORY = "hooks of the data", "history"  # Sent as arrays, as they may be larger than a message.
 
 
 class ChiefFitDispatch(ProcessGroup):
@@ -109,15 +109,14 @@ class ChiefFitDispatch(ProcessGroup):
             self._dispatcher.fail_calls(f"the chief's fit has ended: {summary_of(error)}", exit_code_of(error))
             raise
         data.close()  # If the epoch was cut short, the iterator of the input is closed here.
-        result = {
-            "history": as_json(history.history),
-            "epoch": list(history.epoch),
-            "taken": data.total_taken,
-            "random": capture_random_state(),
-        }
-        hooks = {_HOOKS: np.frombuffer(as_text(data.epoch_hooks), np.uint8)}  # As an array, as there may be thousands.
+        result = {"epoch": list(history.epoch), "taken": data.total_taken, "random": capture_random_state()}
+        logs = json.dumps(
+            as_json(history.history), default=str
+        )  # What JSON has no form for is text in the history of other processes.
+        texts = {_HOOKS: as_text(data.epoch_hooks), _HISTORY: logs.encode()}
         values = {name: np.asarray(variable.value) for name, variable in synced_variables(model).items()}
-        self._dispatcher.close(result, values, kept_arrays=hooks)
+        kept = {name: np.frombuffer(text, np.uint8) for name, text in texts.items()}
+        self._dispatcher.close(result, values, kept_arrays=kept)
         return history
 
     def _chief_fit(self, model: keras.Model, data: KerasInput) -> ChiefFit:
@@ -257,7 +256,7 @@ class WorkerFitDispatch(ProcessGroup):
         if variables and variables.keys().isdisjoint(result.arrays):
             self._context.log(function_scheduler_base.WEIGHTS_DROPPED)
         history = keras.callbacks.History()
-        history.history, history.epoch = dict(result.result["history"]), list(result.result["epoch"])
+        history.history, history.epoch = _decoded(result, _HISTORY), list(result.result["epoch"])
         history.set_model(model)
         model.history = history
         return history
@@ -265,7 +264,12 @@ class WorkerFitDispatch(ProcessGroup):
 
 def _read_to_end(batches: IndexedBatches, result: CallResult) -> None:
     """Bring the data of a worker to where the chief's are at the end of a call, even if it got no batch, or came after the end."""
-    batches.follow(json.loads(result.arrays[_HOOKS].tobytes()), result.result["taken"])
+    batches.follow(_decoded(result, _HOOKS), result.result["taken"])
+
+
+def _decoded(result: CallResult, name: str) -> Any:
+    """Return a text of JSON that came as an array with the result of a call."""
+    return json.loads(result.arrays[name].tobytes())
 
 
 def synced_variables(model: keras.Model) -> dict[str, keras.Variable]:

@@ -160,10 +160,16 @@ class SchedulerBase(ABC):
         """Have the servers apply gradients."""
 
 
+def _joined_variables(model: keras.Model) -> dict[str, keras.Variable]:
+    """Return by number the variables that are equal on all processes after a join: those of the model, and single numbers of the optimizer."""
+    trainable, non_trainable, optimizer, _ = variables_of(model)
+    numbers = {f"optimizer {number}": variable for number, variable in enumerate(optimizer) if not variable.shape}
+    return {str(number): variable for number, variable in enumerate([*trainable, *non_trainable])} | numbers
+
+
 def weights_of(model: keras.Model) -> dict[str, np.ndarray]:
     """Return by number the values that are equal on all processes after a join."""
-    trainable, non_trainable, *_ = variables_of(model)
-    return {str(number): np.asarray(variable.value) for number, variable in enumerate([*trainable, *non_trainable])}
+    return {name: np.asarray(variable.value) for name, variable in _joined_variables(model).items()}
 
 
 WEIGHTS_DROPPED = (
@@ -174,10 +180,9 @@ WEIGHTS_DROPPED = (
 
 def set_weights(model: keras.Model, weights: Mapping[str, np.ndarray]) -> None:
     """Give a model the values of :func:`weights_of`; variables without a value stay as they are."""
-    trainable, non_trainable, *_ = variables_of(model)
-    for number, variable in enumerate([*trainable, *non_trainable]):
-        if str(number) in weights:
-            variable.assign(weights[str(number)])
+    for name, variable in _joined_variables(model).items():
+        if name in weights:
+            variable.assign(weights[name])
 
 
 def encode_result(value: Any, source: str) -> dict[str, np.ndarray]:

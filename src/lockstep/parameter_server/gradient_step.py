@@ -10,16 +10,17 @@ import keras
 import numpy as np
 
 from lockstep._array_encoding import ArraySpec
-from lockstep._errors import ModelError, OptionError
+from lockstep._errors import ModelError, OptionError, summary_of
 from lockstep._keras import trainer
 from lockstep._keras.graph import get_keras_mask, global_batch_reason, models_of
 from lockstep._keras.patches import STATELESS_CALL, patched_method
 from lockstep._keras.trainer import variables_of
 from lockstep.devices.batch_layout import rows_of_replicas
 from lockstep.devices.placement import Placement, is_rows
-from lockstep.execution.call_splitter import CannotSplitError, ModelCall, infer_output_spec, trace_call
+from lockstep.execution.call_splitter import CannotSplitError, ModelCall, infer_output_spec, state_merge, trace_call
 from lockstep.execution.compiled_step import apply_changes
 from lockstep.execution.gradient_extraction import GradientPrograms
+from lockstep.execution.replica import StateMerge
 from lockstep.execution.step_functions import StepFunctions
 from lockstep.parameter_server.variable_store import UpdateRules
 
@@ -113,7 +114,7 @@ class _SplitProof:
             self._is_in_call = False
 
 
-def check_mean_loss(model: keras.Model, batch: Any, parts: int) -> None:
+def check_mean_loss(model: keras.Model, batch: Any, parts: int) -> str:
     """Refuse a model whose loss of a batch is not the mean of the losses of its rows, because parts would change the gradient.
 
     Args:
@@ -121,27 +122,40 @@ def check_mean_loss(model: keras.Model, batch: Any, parts: int) -> None:
         batch: on the host.
         parts: number of parts of the batch.
 
+    Returns:
+        Why the losses cannot be compared; "" if they were, or if there is none.
+
     Raises:
         ModelError: the loss of the batch is not the mean of the losses of its parts.
     """
     trainable, non_trainable, _, metrics = [[variable.value for variable in kind] for kind in variables_of(model)]
+    state = trainable, non_trainable, metrics
+    try:
+        logs, (_, after, _) = model.test_step(state, batch)
+    except (
+        Exception
+    ) as error:  # Only its train_step is needed: its evaluation may be for another form of data, or be missing.
+        return f"its test_step fails: {summary_of(error)}"
+    if "loss" not in logs:
+        return ""
+    triples = zip(model.non_trainable_variables, non_trainable, after, strict=True)
+    if any(state_merge(one) is StateMerge.SEED and np.any(old != new) for one, old, new in triples):
+        return "it draws random numbers also in evaluation"
 
-    def loss_of(rows: Any) -> float | None:
-        logs, _ = model.test_step((trainable, non_trainable, metrics), rows)
-        return float(np.asarray(logs["loss"])) if "loss" in logs else None
+    def loss_of(rows: Any) -> float:
+        return float(np.asarray(model.test_step(state, rows)[0]["loss"]))
 
-    whole = loss_of(batch)
-    if whole is None:
-        return
+    whole = float(np.asarray(logs["loss"]))
     nonempty = [part_of(batch, part, parts) for part in range(nonempty_parts(count_batch_rows(batch), parts))]
-    mean = sum((loss_of(one) or 0.0) * count_batch_rows(one) for one in nonempty) / count_batch_rows(batch)
+    mean = sum(loss_of(one) * count_batch_rows(one) for one in nonempty) / count_batch_rows(batch)
     if abs(mean - whole) > _TOLERANCE * max(1.0, abs(whole)):
         raise ModelError(
             f"Model {model.name!r}: the loss of a batch is {whole:.6g}, and the mean of the losses of its {len(nonempty)} parts, by rows, {mean:.6g}. "
             f"{_NEEDS_MEAN}"
         )
-    if divisor := _divisor_of_loss(model, (trainable, non_trainable, metrics), batch):
+    if divisor := _divisor_of_loss(model, state, batch):
         raise ModelError(f"Model {model.name!r}: the loss of a batch is divided by {divisor}. {_NEEDS_MEAN}")
+    return ""
 
 
 _NEEDS_MEAN = (
@@ -227,6 +241,11 @@ class GradientStep:
         self._programs = GradientPrograms(self._step_with_metric_logs, model, placement, donated=False)
         self._optimizer = [np.asarray(variable.value) for variable in variables_of(model)[2]]
         self._iterations = iterations_of(model)
+
+    @property
+    def replicas(self) -> int:
+        """Number of replicas of this worker: one on each of its devices."""
+        return self._placement.replicas
 
     def set_optimizer(self, scalars: Mapping[str, float]) -> None:
         """Set variables of the optimizer that are one number, such as the learning rate, for a ``train_step`` that reads them.

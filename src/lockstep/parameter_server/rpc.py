@@ -7,6 +7,7 @@ calls the service behind it and may wait in it.
 import contextlib
 import queue
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -14,7 +15,7 @@ from concurrent.futures import Future
 from typing import Any, Protocol
 
 from lockstep._array_encoding import ArraySpec
-from lockstep._errors import MAX_SECONDS, NO_PROGRESS, PEER_LOST, USER_ERROR, ClusterError, OptionError
+from lockstep._errors import MAX_SECONDS, NO_PROGRESS, PEER_LOST, USER_ERROR, ClusterError, OptionError, summary_of
 from lockstep._logging import WaitLogger, listed, log_info
 from lockstep.distributed.control.handshake import (
     HandshakeError,
@@ -349,6 +350,9 @@ class ArrayServer:
         except (ProtocolError, OptionError) as error:  # The request cannot be answered, or the answer is too large.
             self._note_rejection(link.address, f"{session}: {error}")
             link.refuse(refusal(str(error)[:_MAX_SENTENCE]))
+        except Exception as error:  # The user's optimizer has failed, or memory is exhausted: the client would take this for a lost server.
+            sys.excepthook(type(error), error, error.__traceback__)
+            link.refuse(refusal(summary_of(error)[:_MAX_SENTENCE]))
         finally:
             self._handler.leave(session)
 

@@ -263,19 +263,20 @@ class SeedOffsets:
         three = zip(rules, after, before, strict=True)
         self._offsets = [compute_delta(new, old) if rule is StateMerge.SEED else None for rule, new, old in three]
 
-    def apply(self, values: Values, steps: int, part: int = 0) -> list[np.ndarray]:
+    def apply(self, values: Values, steps: int, replica: int = 0) -> list[np.ndarray]:
         """Return the values with the seeds advanced by a number of steps.
 
         Args:
             values: values of the non-trainable variables, before all these steps.
             steps: number of steps before this one.
-            part: part of the step; each part draws other random numbers.
+            replica: replica of the step; each draws other random numbers.
         """
         own = list(values)
         for number, offset in enumerate(self._offsets):
             if offset is not None:
-                seed = own[number] + offset * offset.dtype.type(steps)
-                own[number] = np.asarray(replica_seed(jnp.asarray(seed), jnp.int32(part)))
+                # A worker that was lost for a while may have a state that is newer than its step, whose result no longer counts.
+                seed = own[number] + offset * np.asarray(steps).astype(offset.dtype)
+                own[number] = np.asarray(replica_seed(jnp.asarray(seed), jnp.int32(replica)))
         return own
 
 
@@ -301,11 +302,18 @@ class FollowedState:
             self._published = [arrays[str(n)] for n in range(len(self._rules))]
         return DeltaAccumulator.with_changing_values(self._published, changing)
 
-    def at_step(self, values: Values, make: Callable[[], Values], step: int, part: int) -> list[np.ndarray]:
-        """Return values with the seeds of a step and its part; the first time, ``make`` makes a step, which tells how it advances seeds."""
+    def at_step(self, values: Values, make: Callable[[], Values], step: int, first_replica: int) -> list[np.ndarray]:
+        """Return values with the seeds of a step on this worker.
+
+        Args:
+            values: values of the non-trainable variables.
+            make: makes a step; called the first time, to learn how a step advances seeds.
+            step: number of the step.
+            first_replica: number of the worker's first replica among those of all parts of the step.
+        """
         if self._seed_offsets is None:
             self._seed_offsets = SeedOffsets(self._rules, make(), values)
-        return self._seed_offsets.apply(values, step - self._first_step, part)
+        return self._seed_offsets.apply(values, step - self._first_step, first_replica)
 
 
 class StateSync:

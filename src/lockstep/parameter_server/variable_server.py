@@ -38,6 +38,8 @@ from lockstep.parameter_server.variable_store import (
     VariableStore,
 )
 
+_APPLY_SECONDS = 60.0  # Limit of the wait until the first one of two equal pushes is applied.
+
 
 class SyncAggregator:
     """Parts of the next update in synchronous training. A part that is pushed twice, after its task was reassigned, counts once.
@@ -112,6 +114,7 @@ class VariableService:
         self._aggregator, self._completed = SyncAggregator(), CompletedIds()
         self._previous: VariableSnapshot | None = None  # Before the last synchronous update, until the next one begins.
         self._changed = threading.Condition()
+        self._being_applied: set[tuple[str, int]] = set()
         self.staleness: Counter[int] = Counter()
         self._handlers: dict[str, Callable[[ClientSession, Message, Arrays], Response]] = {
             "fill": self._fill,
@@ -159,9 +162,20 @@ class VariableService:
         pulled = read_whole_number(message, "pulled")
         with self._changed:
             pushes = self._pushes_to_apply(message, push)
+            name = next(((kind, message[kind]) for kind in ("update", "task") if kind in message), None)
             if pushes and "update" in message:
                 self._previous = self._store.snapshot
-        version = self._store.apply(pushes) if pushes else None  # Outside the lock: pulls need not wait.
+            if pushes and name:
+                self._being_applied.add(name)
+            elif name:  # The chief takes a repeated push for done: its first one may not be in the values yet.
+                self._changed.wait_for(lambda: name not in self._being_applied, _APPLY_SECONDS)
+        try:
+            version = self._store.apply(pushes) if pushes else None  # Outside the lock: pulls need not wait.
+        finally:
+            with self._changed:
+                if pushes and name:
+                    self._being_applied.discard(name)
+                self._changed.notify_all()
         with self._changed:
             if version is not None:
                 self.staleness[max(0, version - 1 - pulled)] += 1

@@ -74,7 +74,7 @@ class WorkerFit:
         self._model, self._step, self._batches = model, step, batches
         self._task_client, self._client, self._call = task_client, client, call
         self._merge_rules = merge_rules(model)
-        self._touched = TouchedRows(model, log)
+        self._touched, self._log = TouchedRows(model, log), log
         model.reset_metrics()
         self._zero_metrics = [np.asarray(variable.value) for variable in variables_of(model)[3]]
         self._pass = ""
@@ -96,9 +96,7 @@ class WorkerFit:
         part, parts = what.get("part"), what.get("parts", 1)
         if part is not None:
             if parts > 1 and not self._is_checked:
-                with in_step():
-                    check_can_split(self._model, batch, parts)
-                    check_mean_loss(self._model, batch, parts)
+                self._check_parts(batch, parts)
                 self._is_checked = True
             batch = part_of(batch, part, parts)
         rows = count_batch_rows(batch)
@@ -106,7 +104,8 @@ class WorkerFit:
         self._update_state(what, task.arrays)
         values = self._pull_values(batch, batch_part)
         make = lambda: self._compute(values, self._non_trainable, self._zero_metrics, batch).non_trainable  # noqa: E731
-        non_trainable = self._followed.at_step(self._non_trainable, make, what["update"], part or 0)
+        first_replica = (part or 0) * self._step.replicas
+        non_trainable = self._followed.at_step(self._non_trainable, make, what["update"], first_replica)
         found = self._compute(values, non_trainable, self._zero_metrics, batch)
         if self._touched.has_nan_rows and has_nan(found):
             values = self._pull_values(batch, batch_part, is_whole=True)
@@ -118,9 +117,20 @@ class WorkerFit:
         of_model, of_metrics = (found.non_trainable, non_trainable), (found.metrics, self._zero_metrics)
         return self._report(rows, found), compute_deltas(of_model, of_metrics, known.no_sums, known.replaced)
 
+    def _check_parts(self, batch: Any, parts: int) -> None:
+        """Check that the parts of a batch give the numbers of the batch."""
+        with in_step():
+            check_can_split(self._model, batch, parts)
+            reason = check_mean_loss(self._model, batch, parts)
+        if reason:
+            self._log(
+                f"Model {self._model.name!r}: it is not checked that the loss of a batch is the mean of the losses of its parts, on which "
+                f"max_staleness=0 relies: {reason}"
+            )
+
     def _report(self, rows: int, found: GradientResult) -> dict[str, Any]:
         """Return the message that goes with the deltas; logs that no metric gives are those of this batch alone."""
-        own = {name: value for name, value in found.logs.items() if found.metric_logs.get(name) != value}
+        own = {name: value for name, value in found.logs.items() if repr(found.metric_logs.get(name)) != repr(value)}
         before, self._traffic = self._traffic, sum(self._client.traffic)
         report = {"rows": rows, "names": list(found.logs), "logs": own, "bytes": self._traffic - before}
         return report | {"no_sums": sorted(self._additivity.no_sums)}
