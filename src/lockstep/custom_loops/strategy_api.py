@@ -112,6 +112,17 @@ class StrategyApi:
         """The source of the cluster's addresses; None if one process trains alone."""
         return None
 
+    @property
+    def is_chief(self) -> bool:
+        """Whether this process is the one that prints and writes files; True if it is the only one.
+
+        Example:
+            >>> import lockstep
+            >>> lockstep.MirroredStrategy(["cpu:0"]).is_chief
+            True
+        """
+        return True
+
     def run(self, fn: Callable[..., Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         """Call ``fn`` on every replica.
 

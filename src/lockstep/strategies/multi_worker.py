@@ -105,14 +105,14 @@ class WorkerStrategy(Strategy):
         return self._resolver
 
     @property
-    def control_client(self) -> ControlClient | None:
-        """This worker's end of the control channel; None if it trains alone."""
-        return self._job.client if self._job else None
+    def is_chief(self) -> bool:
+        """Whether this is worker 0, the only one that prints and writes files; True if it trains alone."""
+        return self._group.is_chief
 
     @property
-    def is_chief(self) -> bool:
-        """Whether this is worker 0, the only one that prints and writes."""
-        return self._group.is_chief
+    def _control_client(self) -> ControlClient | None:
+        """This worker's end of the control channel; None if it trains alone."""
+        return self._job.client if self._job else None
 
     def _connect_and_find_devices(self, devices: Sequence[str | jax.Device] | None) -> Sequence[jax.Device]:
         """Connect to the other workers, which starts JAX, and return the devices of all, in the order of the workers."""

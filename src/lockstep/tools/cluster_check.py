@@ -152,7 +152,7 @@ def main() -> int:
     from lockstep.strategies.multi_worker import MultiWorkerMirroredStrategy
 
     strategy = MultiWorkerMirroredStrategy(check_every=0)
-    client = strategy.control_client
+    client = strategy._control_client
     if client is None:
         sys.stderr.write(
             "lockstep test: there is only one worker, so there is nothing to test. Fix: run lockstep test -n 2, or start it on each "
