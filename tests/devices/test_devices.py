@@ -97,12 +97,33 @@ def test_determinism_with_a_pool_of_the_environment_does_not_start_jax(monkeypat
     monkeypatch.setattr(xla_flags, "start_with_threads", lambda *_: None)
     monkeypatch.setattr(xla_flags, "has_accelerators", lambda _: has_accelerators)
     monkeypatch.setattr(jax, "local_devices", lambda *_, **__: pytest.fail("JAX would start"))
-    refused = pytest.raises(lockstep.DeviceError, match="JAX runs on a pool of 8 CPU threads, not 16")
+    refused = pytest.raises(lockstep.DeviceError, match="PJRT_NPROC=8 sets a pool of 8 CPU threads, not 16")
     try:
         with contextlib.nullcontext() if has_accelerators else refused:
             lockstep.config.set_deterministic()
     finally:
         lockstep.config.set_deterministic(False)
+
+
+def test_determinism_names_the_pool_with_which_jax_has_started():
+    with pytest.raises(
+        lockstep.DeviceError, match=r"JAX has started with a pool of 32 CPU threads, not 5\. Fix: call it"
+    ):
+        lockstep.config.set_deterministic(cpu_threads=5)  # The tests have 32.
+
+
+TWICE = """
+import lockstep
+lockstep.config.set_deterministic()
+lockstep.config.set_deterministic(cpu_threads=32)
+"""
+
+
+def test_determinism_with_two_sizes_of_the_pool_is_refused_before_jax_starts(python):
+    done = python(code=TWICE, environ=dict.fromkeys(("XLA_FLAGS", "PJRT_NPROC")))
+    message = "PJRT_NPROC=16 sets a pool of 16 CPU threads, not 32. Fix: unset it, or, if an earlier call"
+    assert message in done.stderr
+    assert done.returncode == 1
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="cores of a process are those of Linux")

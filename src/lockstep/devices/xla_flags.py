@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import jax
 
 from lockstep._errors import DeviceError, flag, whole_number
-from lockstep.devices.cpu_devices import MAX_CPU_DEVICES, has_started, pool_threads, start_with_threads
+from lockstep.devices.cpu_devices import MAX_CPU_DEVICES, POOL_VARIABLES, has_started, pool_threads, start_with_threads
 from lockstep.devices.names import platform_of
 from lockstep.distributed.cluster.env_reader import has_accelerators, visible_gpus
 
@@ -41,7 +41,8 @@ def set_deterministic(enabled: bool = True, *, cpu_threads: int = CPU_THREADS) -
             differ. 16 threads serve 4 logical CPU devices, 32 serve 8.
 
     Raises:
-        DeviceError: JAX has started on a thread pool of another size.
+        DeviceError: JAX has started on a thread pool of another size, or ``PJRT_NPROC`` or ``NPROC`` in the environment sets another
+            size. An earlier call, or a strategy, may have set it.
         OptionError: ``enabled`` is not a bool, or ``cpu_threads`` is not a whole number from 1 to 4,096.
 
     Example:
@@ -56,15 +57,27 @@ def set_deterministic(enabled: bool = True, *, cpu_threads: int = CPU_THREADS) -
     if enabled:
         start_with_threads(cpu_threads, GPU_FLAG)
         # If JAX has not started, asking for its devices would start it.
-        is_on_cpu = platform_of(jax.local_devices()[0]) == "cpu" if has_started() else not has_accelerators(os.environ)
+        is_started = has_started()
+        is_on_cpu = platform_of(jax.local_devices()[0]) == "cpu" if is_started else not has_accelerators(os.environ)
         found = pool_threads(os.environ) if is_on_cpu else cpu_threads
         if found != cpu_threads:
-            raise DeviceError(
-                f"set_deterministic: cpu_threads: JAX runs on a pool of {found} CPU threads, not {cpu_threads}. Fix: call it before the first "
-                f"JAX operation, with PJRT_NPROC and NPROC not set in the environment, or accept the pool that is there: "
-                f"set_deterministic(cpu_threads={found})."
-            )
+            raise _pool_error(found, cpu_threads, is_started)
     _setting.enabled, _setting.cpu_threads = enabled, cpu_threads
+
+
+def _pool_error(found: int, wanted: int, is_started: bool) -> DeviceError:
+    if is_started:
+        return DeviceError(
+            f"set_deterministic: cpu_threads: JAX has started with a pool of {found} CPU threads, not {wanted}. Fix: call it before the first "
+            "JAX operation, with PJRT_NPROC and NPROC not set in the environment, or accept the pool that is there: "
+            f"set_deterministic(cpu_threads={found})."
+        )
+    name = next(name for name in POOL_VARIABLES if os.environ.get(name, "").isdigit())
+    return DeviceError(
+        f"set_deterministic: cpu_threads: the environment variable {name}={found} sets a pool of {found} CPU threads, not {wanted}. Fix: "
+        "unset it, or, if an earlier call of set_deterministic or a strategy has set it, give the first call of set_deterministic "
+        f"cpu_threads={wanted}, before any strategy; or accept that size: set_deterministic(cpu_threads={found})."
+    )
 
 
 def is_deterministic() -> bool:
