@@ -112,9 +112,10 @@ class Placement:
         return NamedSharding(self.mesh, PartitionSpec(*[None] * axis, DEVICE_AXIS))
 
     def slice_axis(self, shape: tuple[int, ...]) -> int | None:
-        """Return the longest axis that the devices divide, the first of several; None if there is none, or the variable is small.
+        """Return the axis along which a variable is sharded; None if the devices divide none, or the variable is small.
 
-        Axes whose slices are whole tiles of a TPU come first: it would pad others.
+        On every platform, axes whose slices are whole tiles of a TPU come first, as it would pad others. Among these, or else among all
+        axes that the devices divide, it is the longest; the first of several.
         """
         count, tiles = self.row_shards, (*[1] * len(shape), *TPU_TILE)[-len(shape) :] if shape else ()
         if count == 1 or not is_large(shape):

@@ -206,7 +206,8 @@ class MultiWorkerMirroredStrategy(WorkerStrategy):
         replicas: number of replicas of all workers together, by default one a device.
         deterministic: as in :class:`MirroredStrategy`; the bits do not depend on the number of processes either.
         input_options: how batches reach the devices.
-        check_every: number of training steps from one comparison of the variables of all workers to the next; 0: never.
+        check_every: number of training steps from one comparison of the variables that all workers have as a whole to the next; 0: never.
+            Sharded variables are not compared.
         shard: as in :class:`MirroredStrategy`, over the devices of all workers.
         recompute: as in :class:`MirroredStrategy`.
 
