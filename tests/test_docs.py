@@ -54,6 +54,13 @@ def test_the_results_by_hardware_are_those_recorded():
     assert made["PAGE"].read_text() == made["page"](), "Fix: python docs/make_results.py"
 
 
+def test_the_cheat_sheet_has_every_environment_variable():
+    source = "\n".join(path.read_text() for path in (ROOT / "src").rglob("*.py"))
+    table = re.findall(r"^\| (`[A-Z].*?) \|", (ROOT / "docs" / "cheat_sheet.md").read_text(), flags=re.MULTILINE)
+    listed = set(re.findall(r"LOCKSTEP_[A-Z_]+", "\n".join(table)))
+    assert listed == set(re.findall(r"LOCKSTEP_[A-Z_]*[A-Z]", source))
+
+
 def anchors(page):
     """What GitHub makes of the headings of a page."""
     text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
