@@ -143,7 +143,7 @@ class ModelParallelStrategy(WorkerStrategy):
 
         Raises:
             ModelError: the model belongs to another strategy or is not compiled; its inputs are unknown; or a rule fits no variable, or
-                two fit the same one.
+                two patterns fit the same one, unless a rule is its path itself, which comes first.
             OptionError: ``x`` is no tree of arrays.
 
         Example:
