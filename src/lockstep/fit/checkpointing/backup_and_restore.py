@@ -13,8 +13,9 @@ class BackupAndRestore(keras.callbacks.Callback):
     """Checkpoints ``fit``, and resumes at the exact batch at which an earlier run was stopped, with the bits of an uninterrupted run.
 
     Counterpart of ``keras.callbacks.BackupAndRestore``, which begins the epoch anew. A checkpoint has the variables with those of the
-    optimizer, the metrics of the running epoch, random states, the position in the input, and the attributes of all callbacks that are
-    numbers, text, arrays, or lists and dicts of them.
+    optimizer, the metrics of the running epoch, random states, the position in the input, and the state of all callbacks: of those of Keras
+    and Lockstep what training changes, and never the arguments of their constructors; of others the attributes that training has changed,
+    if they are numbers, text, arrays, or containers of them, such as lists, tuples, sets, dicts and deques.
 
     Args:
         directory: directory of the checkpoints; one for each run.
@@ -28,7 +29,11 @@ class BackupAndRestore(keras.callbacks.Callback):
             ``epochs`` counts those of the earlier run.
 
     Raises:
-        OptionError: an argument is out of its range.
+        CheckpointError: from ``fit``: another job writes there, the directory is not writable, no checkpoint in it is good, or the one
+            that would be resumed is of a run with another set-up.
+        InputError: from ``fit``: the data are not those of the checkpoint, or cannot be read up to its position.
+        OptionError: an argument is out of its range; from ``fit``: there are two of these callbacks.
+        ScopeError: from ``fit``: the model does not belong to a strategy.
 
     Example:
         >>> import lockstep
