@@ -451,6 +451,32 @@ def test_logical_gpus_of_another_gpu_than_the_first_are_marked():
     assert any("lockstep.MirroredStrategy(['gpu:1'], replicas=2)" in mark.sentence for mark in other.todos)
 
 
+LIMIT = "[tf.config.LogicalDeviceConfiguration({})]"
+GPUS = "gpus = tf.config.list_physical_devices('GPU')\n"
+
+
+@pytest.mark.parametrize("configuration", [LIMIT.format("memory_limit=1024"), LIMIT.format("1024")])
+@pytest.mark.parametrize("code", [
+    "tf.config.set_logical_device_configuration(gpus[0], {})\n",
+    "tf.config.experimental.set_virtual_device_configuration(gpus[1], {})\n",
+    "for gpu in gpus:\n    tf.config.set_logical_device_configuration(gpu, {})\n",
+    "tf.config.set_logical_device_configuration(gpus[0], {0})\ntf.config.set_logical_device_configuration(gpus[1], {0})\n",
+])  # fmt: skip
+def test_a_limit_of_the_memory_of_gpus_leaves_the_strategy_all_of_them(code, configuration):
+    found = translate(TF + GPUS + code.format(configuration) + ONE)
+    assert "s = lockstep.MirroredStrategy()\n" in found.after
+    lines = [line for line in found.after.splitlines() if "pass  # On JAX" in line]
+    assert len(lines) == code.count("{") == sum("XLA_PYTHON_CLIENT_MEM_FRACTION" in line for line in lines)
+    assert [mark.sentence.partition(":")[0] for mark in found.todos] == ["tf.config.list_physical_devices"]
+
+
+def test_one_logical_gpu_without_a_limit_is_marked_and_leaves_the_strategy_as_it_is():
+    code = f"tf.config.set_logical_device_configuration(gpus[0], {LIMIT.format('')})\n"
+    found = translate(TF + GPUS + code + ONE)
+    assert "s = lockstep.MirroredStrategy()\n" in found.after
+    assert "tf.config.set_logical_device_configuration" in [mark.sentence.partition(":")[0] for mark in found.todos]
+
+
 def test_logical_cpus():
     code = """cpu = tf.config.list_physical_devices("CPU")[0]
 tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 4)

@@ -352,9 +352,24 @@ def logical_devices(source: SourceText, bindings: ImportBindings) -> Iterator[Ed
         yield source.replaced(found[0], f"lockstep.config.set_logical_cpu_devices({number})")
     strategies = [one for one in calls(source) if full_name(bindings, one) == "lockstep.MirroredStrategy"]
     is_alone = len(strategies) == 1 and not (strategies[0].args or strategies[0].keywords)
-    if platform == "GPU" and number and is_alone and _is_first(source, call):
+    if platform == "GPU" and number > 1 and is_alone and _is_first(source, call):
         yield source.replaced(found[0], "pass  # The strategy has all replicas on gpu:0, and uses no other GPU.")
         yield _appended(source, strategies[0], f'["gpu:0"], replicas={number}')
+
+
+def memory_limits(source: SourceText, bindings: ImportBindings) -> Iterator[Edit]:
+    """Replace the statements that limit the memory of a GPU by a comment; the strategy keeps all GPUs."""
+    for node in source.statements():
+        if _called(node, bindings) in _SET and _is_limit(node.value):  # type: ignore[attr-defined]  # Checked by _called.
+            text = "pass  # On JAX: export XLA_PYTHON_CLIENT_MEM_FRACTION=0.25, the part of a GPU's memory to take"
+            yield source.replaced(node, text)
+
+
+def _is_limit(call: ast.Call) -> bool:
+    """Return whether a call makes one logical device with a limit of its memory."""
+    given = call.args[1] if len(call.args) > 1 else None
+    only = given.elts[0] if isinstance(given, ast.List) and len(given.elts) == 1 else None
+    return isinstance(only, ast.Call) and bool(only.args or only.keywords)
 
 
 def memory_growth(source: SourceText, bindings: ImportBindings) -> Iterator[Edit]:

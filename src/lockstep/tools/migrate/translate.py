@@ -181,6 +181,7 @@ Rule = Callable[[SourceText, ImportBindings], Iterable[Edit]]
 # Rules that match names of TensorFlow come before names are translated; imports come last, as they depend on the names in use.
 RULES: tuple[Rule, ...] = (
     rewrite_rules.aliases,
+    rewrite_rules.memory_limits,
     rewrite_rules.logical_devices,
     rewrite_rules.memory_growth,
     rewrite_rules.activations,
