@@ -11,11 +11,6 @@ from lockstep.tools.migrate.symbol_map import ACTIVATIONS, STRATEGY_METHODS, tra
 
 _REDUCTIONS = ("none", "sum", "sum_over_batch_size")
 _BEFORE_CACHE = ("batch", "prefetch", "shuffle")
-_SPLITS = ("shard", "skip", "take")
-_SPLIT = (
-    "cache: after shuffle() it keeps one order, as take, skip and shard may need it; "
-    "write cache().shuffle(…, reshuffle_each_iteration=False) to keep the order, or cache().shuffle(…) if the order may change"
-)
 _SIZES = {  # Arguments of layers that must be Python integers in Keras 3.
     "Dense": ("units",),
     "Embedding": ("input_dim", "output_dim"),
@@ -247,31 +242,31 @@ def _is_numpy(source: SourceText, function: ast.expr) -> bool:
 
 
 def cache_first(source: SourceText, bindings: ImportBindings) -> Iterator[Edit]:
-    """Move ``cache()`` before shuffle, batch and prefetch: at the end it would fix one order and disable prefetching."""
-    stay = {call for call, _ in kept_orders(source)}
+    """Move ``cache()`` before shuffle, batch and prefetch, where it caches rows; the order of a shuffle stays that of the first pass.
+
+    Splits by take and skip, and labels that are read apart from predictions, may need that order.
+    """
     for call, methods in _late_caches(source):
-        if call in stay:
-            continue
         start, end = source.span(methods[0])[1], source.span(call)[1]
         if "#" in source.text[start : source.span(call.func)[1]]:  # A comment stays on its line.
             start = source.text.rindex(".", start, source.span(call.func)[1])
         before = source.span(_owner(methods[-1]))[1]
         yield Edit(before, before, source.text[start:end])
         yield Edit(start, end, "")
+        yield from (_with_one_order(source, method) for method in methods if _method(method) == "shuffle")
 
 
-def kept_orders(source: SourceText) -> Iterator[tuple[ast.AST, str]]:
-    """Find calls of ``cache()`` that keep the order of a shuffle, in a program that may split the rows by their order."""
-    if any(_method(call) in _SPLITS for call in calls(source)):
-        for call, methods in _late_caches(source):
-            if any(_method(method) == "shuffle" for method in methods):
-                yield call, _SPLIT
+def _with_one_order(source: SourceText, shuffle: ast.Call) -> Edit:
+    """Return the edit that sets ``reshuffle_each_iteration=False``, the third argument."""
+    named = {keyword.arg: keyword.value for keyword in shuffle.keywords}
+    given = shuffle.args[2] if len(shuffle.args) > 2 else named.get("reshuffle_each_iteration")
+    return source.replaced(given, "False") if given else _appended(source, shuffle, "reshuffle_each_iteration=False")
 
 
 def _late_caches(source: SourceText) -> Iterator[tuple[ast.Call, list[ast.Call]]]:
     """Iterate over the calls of ``cache()`` with the calls of shuffle, batch and prefetch before them, from the last.
 
-    A cache in a file stays: the file may be there, with the rows of that place.
+    A cache in a file stays: the file may be there, with the rows of that place. So does one after calls with ``*`` or ``**``.
     """
     for call in calls(source):
         methods, is_in_memory = [], not (call.args or call.keywords)
@@ -279,8 +274,13 @@ def _late_caches(source: SourceText) -> Iterator[tuple[ast.Call, list[ast.Call]]
         while isinstance(before, ast.Call) and _method(before) in _BEFORE_CACHE:
             methods.append(before)
             before = _owner(before)
-        if methods:
+        if methods and not any(map(_is_unpacked, methods)):
             yield call, methods
+
+
+def _is_unpacked(call: ast.Call) -> bool:
+    """Return whether a call has arguments after ``*`` or ``**``."""
+    return any(isinstance(one, ast.Starred) for one in call.args) or any(one.arg is None for one in call.keywords)
 
 
 def _method(call: ast.Call) -> str:

@@ -27,7 +27,6 @@ from lockstep.tools.migrate.rewrite_rules import (
     calls,
     is_claim_of_logits,
     is_for_workers,
-    kept_orders,
     worker_differences,
 )
 from lockstep.tools.migrate.source import (
@@ -123,7 +122,6 @@ def _find_all(source: SourceText, bindings: ImportBindings) -> Iterator[tuple[as
             )
     yield from find_incompatibilities(source, bindings)
     yield from worker_differences(source, bindings)
-    yield from kept_orders(source)
     yield from _ambiguous(bindings)
     constants = [node for node in ast.walk(source.tree) if isinstance(node, ast.Constant)]
     has_softmax = any(node.value == "softmax" for node in constants)
