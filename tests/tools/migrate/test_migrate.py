@@ -892,6 +892,31 @@ def test_a_task_that_is_written_in_the_program_becomes_a_default():
     assert 'os.environ["TF_CONFIG"] = json.dumps(c)' in translate(from_outside).after
 
 
+SET_TASK = 'os.environ["TF_CONFIG"] = json.dumps(c)\n'
+
+
+@pytest.mark.parametrize("code", [
+    f"{CONFIG}{SET_TASK}start()\nc['task']['index'] = 1\n{SET_TASK}start()\n",
+    f"{CONFIG}for c['task']['index'] in range(2):\n    {SET_TASK}    start()\n",
+    f"{CONFIG}while c['task']['index'] < 2:\n    {SET_TASK}    start()\n",
+    f"{CONFIG}def worker(i):\n    c['task']['index'] = i\n    {SET_TASK}    start()\nworker(0), worker(1)\n",
+])  # fmt: skip
+def test_a_program_that_sets_a_task_for_each_worker_that_it_starts_keeps_that_and_is_marked(code):
+    found = translate(f"{TF}import os, json\n{code}{SEVERAL}")
+    assert found.after.count(SET_TASK) == code.count(SET_TASK)
+    assert "setdefault('TF_CONFIG'" not in found.after.replace('"', "'")
+    assert len(found.todos) == code.count(SET_TASK)
+    assert all("lockstep run -n 2 train.py" in mark.sentence for mark in found.todos)
+    assert translate(found.after) == replace(found, before=found.after)
+
+
+def test_a_task_that_a_function_writes_and_sets_becomes_a_default():
+    code = f"def main():\n    {CONFIG}    {SET_TASK}main()\n"
+    found = translate(f"{TF}import os, json\n{code}{SEVERAL}")
+    assert 'os.environ.setdefault("TF_CONFIG", json.dumps(c))' in found.after
+    assert not found.todos
+
+
 @pytest.mark.parametrize(
     ("before", "after"),
     [

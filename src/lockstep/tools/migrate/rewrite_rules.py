@@ -417,6 +417,12 @@ def _platform(source: SourceText, bindings: ImportBindings, call: ast.Call) -> s
 _SAME_ORDER = "all workers must read the same rows in the same order"
 _SEED = f"shuffle: {_SAME_ORDER}; if this is a data set, write seed=1"
 _TASK = "TF_CONFIG: lockstep run sets it for each worker; write os.environ.setdefault('TF_CONFIG', …)"
+_TASKS = (
+    "TF_CONFIG: lockstep run sets it for each worker; if this line starts workers, leave it out, "
+    "and start them with: lockstep run -n 2 train.py"
+)
+_LOOPS = (ast.For, ast.AsyncFor, ast.While)
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _SEEDED = ("list_files", "shuffle_and_repeat")  # functions of tf.data that shuffle
 _OF_SHUFFLE = {"buffer_size", "name", "reshuffle_each_iteration"}  # Its arguments besides the seed.
 _DRAWS = "tensorflow.random."
@@ -430,13 +436,28 @@ def is_for_workers(bindings: ImportBindings, strategy: str = "MultiWorkerMirrore
 
 def task_as_default(source: SourceText, bindings: ImportBindings) -> Iterator[Edit]:
     """Turn an assignment of ``TF_CONFIG`` with a literal task into a default, as ``lockstep run`` sets it for each worker."""
-    if not any(map(_is_task, ast.walk(source.tree))):
-        return
-    for node in ast.walk(source.tree):
-        target = node.targets[0] if isinstance(node, ast.Assign) and len(node.targets) == 1 else None
-        if isinstance(node, ast.Assign) and isinstance(target, ast.Subscript) and _is_entry(target):
-            text = f'{source.segment(target.value)}.setdefault("TF_CONFIG", {source.segment(node.value)})'
+    found = list(_assignments_of_tasks(source))
+    for node, entry in found:
+        if len(found) == 1 and _is_for_one_task(source, node):
+            text = f'{source.segment(entry.value)}.setdefault("TF_CONFIG", {source.segment(node.value)})'
             yield source.replaced(node, f"{text}  # lockstep run sets it for each worker.")
+
+
+def _assignments_of_tasks(source: SourceText) -> Iterator[tuple[ast.Assign, ast.Subscript]]:
+    """Iterate over the assignments of ``TF_CONFIG``, with their targets, in a program with a literal task."""
+    if any(map(_is_task, ast.walk(source.tree))):
+        for node in ast.walk(source.tree):
+            target = node.targets[0] if isinstance(node, ast.Assign) and len(node.targets) == 1 else None
+            if isinstance(node, ast.Assign) and isinstance(target, ast.Subscript) and _is_entry(target):
+                yield node, target
+
+
+def _is_for_one_task(source: SourceText, node: ast.Assign) -> bool:
+    """Return whether an assignment always has the literal task: it is in no loop, and a function around it has the task, too."""
+    around = [(one, list(ast.walk(one))) for one in source.statements() if isinstance(one, (*_LOOPS, *_FUNCTIONS))]
+    return not any(
+        node in inner and (isinstance(one, _LOOPS) or not any(map(_is_task, inner))) for one, inner in around
+    )
 
 
 def _is_task(node: ast.AST) -> bool:
@@ -470,6 +491,8 @@ def worker_differences(source: SourceText, bindings: ImportBindings) -> Iterator
         of = call.func.value if isinstance(call.func, ast.Attribute) else None
         if isinstance(of, ast.Name) and of.id not in ("np", "numpy", "random", "rng"):
             yield call, _SEED
+    for node, _ in _assignments_of_tasks(source):
+        yield node, _TASKS
     is_seeded = any(bindings.name_of(call.func).endswith((".set_seed", ".set_random_seed")) for call in calls(source))
     has_task = any(map(_is_task, ast.walk(source.tree)))
     for call in calls(source):
