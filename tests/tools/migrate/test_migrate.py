@@ -372,6 +372,45 @@ def test_logits_of_two_models_are_marked_and_not_guessed():
     assert ["lockstep doctor" in mark.sentence for mark in found.todos] == [True]
 
 
+ENDS_WITH = "m = tf.keras.Sequential([tf.keras.layers.Dense({}, activation={!r})])\n"
+CLAIM = "l = tf.keras.losses.{}(from_logits=True)\n"
+
+
+@pytest.mark.parametrize("loss", ["BinaryCrossentropy", "CategoricalCrossentropy"])
+@pytest.mark.parametrize("activation", ["sigmoid", "softmax"])
+def test_logits_are_mended_where_the_loss_has_its_own_activation_and_marked_where_it_has_another(activation, loss):
+    """TensorFlow takes what is before either activation for either loss; only of its own is the loss of both forms the same."""
+    found = translate(TF + ENDS_WITH.format(3, activation) + CLAIM.format(loss))
+    if (activation, loss) in (("sigmoid", "BinaryCrossentropy"), ("softmax", "CategoricalCrossentropy")):
+        assert "from_logits=False" in found.after
+        assert not found.todos
+    else:
+        assert "from_logits=True" in found.after
+        (mark,) = found.todos
+        assert f"leave the {activation} out" in mark.sentence
+
+
+@pytest.mark.parametrize("loss", ["BinaryCrossentropy", "CategoricalCrossentropy"])
+@pytest.mark.parametrize("output", [
+    "tf.keras.layers.Dense(3, activation='{}')(x)",
+    "tf.keras.layers.Activation('{}')(x)",
+    "tf.nn.{}(x)",
+    "tf.keras.activations.{}(x)",
+    "tf.keras.layers.Softmax()(x)",
+    "tf.keras.layers.Dense(3)(x)",
+])  # fmt: skip
+def test_logits_of_a_model_of_its_own_class_are_marked(output, loss):
+    """Neither this command nor the doctor sees where such a model ends."""
+    activation = "sigmoid" if loss.startswith("Binary") else "softmax"
+    output = output.format(activation)
+    found = translate(
+        f"{TF}class Net(tf.keras.Model):\n    def call(self, x):\n        return {output}\n{CLAIM.format(loss)}"
+    )
+    marked = [mark.sentence for mark in found.todos if "from_logits" in mark.sentence]
+    write = "write from_logits=False" if activation in output.lower() else "leave the softmax out"
+    assert [write in sentence for sentence in marked] == [True] * ("Dense(3)" not in output)
+
+
 def test_arguments_that_are_not_known_any_more_are_marked_and_those_with_a_new_name_get_it():
     code = "b = tf.keras.callbacks.BackupAndRestore(backup_dir='run', double_checkpoint=True)\n"
     found = translate(TF + ONE + code)

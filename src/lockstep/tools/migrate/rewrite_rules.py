@@ -4,13 +4,16 @@ import ast
 import re
 from collections.abc import Iterator
 from itertools import takewhile
-from typing import TypeGuard
 
 from lockstep.tools.migrate.source import Edit, ImportBindings, SourceText, parameters_of
 from lockstep.tools.migrate.symbol_map import ACTIVATIONS, STRATEGY_METHODS, translated
 
 _REDUCTIONS = ("none", "sum", "sum_over_batch_size")
 _BEFORE_CACHE = ("batch", "prefetch", "shuffle")
+_LOGITS = (
+    "a {0} and from_logits=True: if both are of one model, TensorFlow takes what is before the {0} for logits, "
+    "and JAX what is behind it; {1}, and check with `lockstep doctor`"
+)
 _SIZES = {  # Arguments of layers that must be Python integers in Keras 3.
     "Dense": ("units",),
     "Embedding": ("input_dim", "output_dim"),
@@ -294,18 +297,39 @@ def _owner(call: ast.Call) -> ast.expr:
 
 
 def logits(source: SourceText, bindings: ImportBindings) -> Iterator[Edit]:
-    """Set ``from_logits=False`` if the only model of the program ends with a softmax; TensorFlow corrects that, JAX does not."""
-    claims = [node.value for node in ast.walk(source.tree) if is_claim_of_logits(node)]
-    ends = list(_last_activations(source, bindings))
-    if len(claims) == 1 and ends == ["softmax"]:
-        yield source.replaced(claims[0], "False")
+    """Set ``from_logits=False`` if the only model of the program ends with the loss's own activation.
+
+    TensorFlow takes what is before a softmax or a sigmoid for logits, JAX what is behind it.
+    """
+    claims = list(_claims_of_logits(source, bindings))
+    if len(claims) == 1 and list(_last_activations(source, bindings)) == [claims[0][1]]:
+        yield source.replaced(claims[0][0], "False")
 
 
-def is_claim_of_logits(node: ast.AST) -> TypeGuard[ast.keyword]:
-    """Return whether a node is the argument ``from_logits=True``."""
-    if not (isinstance(node, ast.keyword) and node.arg == "from_logits"):
-        return False
-    return isinstance(node.value, ast.Constant) and node.value.value is True
+def activated_logits(source: SourceText, bindings: ImportBindings) -> Iterator[tuple[ast.AST, str]]:
+    """Find ``from_logits=True`` in a program with an activation that a model may end with, with what to write."""
+    ends = set(_last_activations(source, bindings))
+    for claim, own in _claims_of_logits(source, bindings):
+        for activation in ("sigmoid", "softmax"):
+            is_gate = activation == "sigmoid" != own and activation not in ends  # It is often within a model.
+            if not is_gate and _has_activation(source, bindings, activation):
+                write = "write from_logits=False" if activation == own else f"leave the {activation} out"
+                yield claim, _LOGITS.format(activation, write)
+
+
+def _claims_of_logits(source: SourceText, bindings: ImportBindings) -> Iterator[tuple[ast.expr, str]]:
+    """Iterate over the values of ``from_logits=True``, with the activation whose result the loss takes without it."""
+    for call in calls(source):
+        names = [bindings.name_of(one).lower() for one in (call.func, *call.args)]  # partial(loss, from_logits=True)
+        for keyword in call.keywords:
+            if keyword.arg == "from_logits" and isinstance(keyword.value, ast.Constant) and keyword.value.value is True:
+                yield keyword.value, "sigmoid" if any("binary" in name for name in names) else "softmax"
+
+
+def _has_activation(source: SourceText, bindings: ImportBindings, activation: str) -> bool:
+    """Return whether a program names an activation: by a string, a function or a layer."""
+    words = [node.value for node in ast.walk(source.tree) if isinstance(node, ast.Constant)]
+    return activation in words or any(chain.name.rpartition(".")[2].lower() == activation for chain in bindings.chains)
 
 
 def _last_activations(source: SourceText, bindings: ImportBindings) -> Iterator[str]:

@@ -24,8 +24,8 @@ from lockstep.tools.doctor_command import examine_script, to_standard_error
 from lockstep.tools.migrate import rewrite_rules, source
 from lockstep.tools.migrate.incompatibilities import find_incompatibilities
 from lockstep.tools.migrate.rewrite_rules import (
+    activated_logits,
     calls,
-    is_claim_of_logits,
     is_for_workers,
     worker_differences,
 )
@@ -44,9 +44,6 @@ from lockstep.tools.migrate.symbol_map import short, translated, why_absent
 from lockstep.tools.script_runner import environment_set
 
 _PREFIX = "# lockstep migrate: "
-_LOGITS = (
-    "a softmax and from_logits=True: if both are of one model, JAX applies softmax twice; check with `lockstep doctor`"
-)
 _EXTENDED = "strategy.extended has no counterpart; see docs/custom_loops.md"
 _AMBIGUOUS = (
     "the script also uses this name for something else, so names that begin with it stay: give one of them another name"
@@ -123,13 +120,10 @@ def _find_all(source: SourceText, bindings: ImportBindings) -> Iterator[tuple[as
     yield from find_incompatibilities(source, bindings)
     yield from worker_differences(source, bindings)
     yield from _ambiguous(bindings)
-    constants = [node for node in ast.walk(source.tree) if isinstance(node, ast.Constant)]
-    has_softmax = any(node.value == "softmax" for node in constants)
+    yield from activated_logits(source, bindings)
     for node in ast.walk(source.tree):
         if isinstance(node, ast.Attribute) and node.attr == "extended" and isinstance(node.value, ast.Name):
             yield node, _EXTENDED
-        if has_softmax and is_claim_of_logits(node):
-            yield node.value, _LOGITS
 
 
 def _ambiguous(bindings: ImportBindings) -> Iterator[tuple[ast.AST, str]]:
