@@ -1,7 +1,9 @@
 """A script is run up to its first fit, whatever stands around that."""
 
+import os
 import sys
 
+import jax
 import keras
 import pytest
 
@@ -123,3 +125,48 @@ def test_a_script_without_fit_or_that_is_not_there_is_told(script, tmp_path):
         found_in(script("raise SystemExit('no data found')"))
     with pytest.raises(OptionError, match=r"other\.py: no such file"):
         found_in(str(tmp_path / "other.py"))
+
+
+def with_variable(name, value):
+    return f"import os\nos.environ[{name!r}] = {value!r}\n{BUILD}\nbuild().fit(x, x[:, :1])"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("JAX_ENABLE_X64", "1"),
+        ("JAX_DEFAULT_MATMUL_PRECISION", "highest"),
+        ("JAX_PLATFORMS", "tpu,cpu"),
+    ],
+)
+def test_variables_of_jax_that_a_script_sets_too_late_for_this_process_are_told(script, monkeypatch, name, value):
+    """JAX reads them when it is imported, which a tool has done before the script starts."""
+    monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    path = script(with_variable(name, value))
+    with pytest.raises(
+        OptionError, match=f"train.py: sets {name}={value} for JAX, .* Fix: export {name}={value} before"
+    ):
+        found_in(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("JAX_ENABLE_X64", "False"),
+        ("JAX_PLATFORMS", jax.default_backend()),
+        ("JAX_PROCESS_NUMBER_OF_A_SCRIPT", "3"),  # JAX has no such option.
+        ("XLA_FLAGS", ""),
+    ],
+)
+def test_variables_that_change_nothing_are_not_told(script, monkeypatch, name, value):
+    monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    assert found_in(script(with_variable(name, value)))
+
+
+def test_variables_that_the_command_already_has_win(script, monkeypatch):
+    """As JAX_PLATFORMS=cpu, which lockstep plan sets for a script that trains elsewhere."""
+    monkeypatch.setenv("JAX_PLATFORMS", jax.default_backend())
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    assert found_in(script(with_variable("JAX_PLATFORMS", "tpu")))

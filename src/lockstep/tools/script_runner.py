@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
 import keras
 
 from lockstep._errors import OptionError, shown, signal_name
@@ -84,16 +85,18 @@ def run_until_fit(path: str, arguments: Sequence[str], on_fit: Callable[[FirstFi
         on_fit: called once, inside the contexts that the script has entered.
 
     Raises:
-        OptionError: the file does not exist.
+        OptionError: the file does not exist, or the script sets variables for JAX, which this process has imported before.
         NoFitError: the script ended without a call of ``fit``.
     """
     check_exists(path)
+    given = dict(os.environ)
     outcome: list[Exception | None] = []  # the exception of on_fit, or None
     exit_code: Any = None
 
     def intercept(model: keras.Model, fit: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not outcome:
             try:
+                _check_jax_variables(path, given)
                 on_fit(FirstFit(model, fit, args, kwargs, calling_location()))
                 outcome.append(None)
             except Exception as error:  # The script may catch exceptions, so it is raised below.
@@ -116,6 +119,37 @@ def run_until_fit(path: str, arguments: Sequence[str], on_fit: Callable[[FirstFi
         f"{path}: the script ended without a call of fit{said}, so there is nothing to examine. Fix: in a custom training loop, call "
         "strategy.doctor or lockstep.scaling_report."
     )
+
+
+_GPU_PLATFORMS = {"cuda": "gpu", "rocm": "gpu"}  # Names in JAX_PLATFORMS whose backend has another name.
+_TRUE = ("1", "on", "t", "true", "y", "yes")
+
+
+def _check_jax_variables(path: str, given: Mapping[str, str]) -> None:
+    """Refuse a script that has set variables which JAX reads when it is imported, unless the command had them or they change nothing.
+
+    Args:
+        path: path of the script.
+        given: the environment before the script.
+    """
+    new = {name: value for name, value in os.environ.items() if name.startswith("JAX_") and name not in given}
+    ignored = " ".join(f"{name}={value}" for name, value in sorted(new.items()) if not _is_in_effect(name, value))
+    if ignored:
+        raise OptionError(
+            f"{path}: sets {ignored} for JAX, which lockstep has imported before the script, so it has no effect here. "
+            f"Fix: export {ignored} before the command."
+        )
+
+
+def _is_in_effect(name: str, text: str) -> bool:
+    """Return whether a variable's value is that of JAX in this process; also of a variable that JAX does not read on import."""
+    value = jax.config.values.get(name.lower(), text)
+    if name == "JAX_PLATFORMS":
+        first = text.partition(",")[0]
+        return _GPU_PLATFORMS.get(first, first) in ("", jax.default_backend())
+    if name == "JAX_NUM_CPU_DEVICES" and value != -1:  # The tool or the script has made its own number of devices.
+        return True
+    return value == (text.lower() in _TRUE) if isinstance(value, bool) else str(value) == text
 
 
 @contextmanager
