@@ -147,6 +147,20 @@ def test_operations_of_a_model_for_batches_of_one_size_are_counted():
     assert found.flops_per_row > 4 * 64 * 64
 
 
+@pytest.mark.parametrize("strategy", ["replicated", "variables", "model"])
+def test_a_stateful_model_for_batches_of_one_size_is_planned_for_this_size(strategy):
+    """Its layers refuse to be built for another number of rows; steps of another size fail."""
+    model = keras.Sequential([keras.Input(batch_shape=(8, 5, 3)), keras.layers.LSTM(4, stateful=True)])
+    model.compile("sgd", "mse")
+    call = TrainingCall.of_fit(model, (np.zeros((32, 5, 3)), np.zeros((32, 4))), {"batch_size": 8, "shuffle": False})
+    assert survey(call).flops_per_row > 0
+    found = compile_target(call, parse_target("cpu:1"), strategy, [8], is_search=True)
+    assert not found.failure
+    assert found.step_of(8).memory.weights
+    other = compile_target(call, parse_target("cpu:1"), strategy, [4], is_search=False)
+    assert "batch size of the input" in other.failure
+
+
 def meshed(*units, embedding=False):
     layers = [keras.layers.Dense(count) for count in units]
     first = [keras.Input((1,)), keras.layers.Embedding(4096, 66), keras.layers.Flatten()]

@@ -117,6 +117,11 @@ class TrainingCall:
         """The first row, arrays ``(1, …)``."""
         return jax.tree.map(lambda leaf: np.asarray(leaf)[:1], self.first)
 
+    @property
+    def whole_batch(self) -> Any:
+        """A batch of the call, of equal rows: a model may be for batches of one size."""
+        return repeat_row(self.row, self.batch)
+
 
 @dataclass(frozen=True)
 class Memory:
@@ -210,7 +215,7 @@ def survey(call: TrainingCall) -> Survey:
     Raises:
         Exception: of any type, if a training step of the call fails.
     """
-    state = trainer.training_state(call.model, call.row)
+    state = trainer.training_state(call.model, call.whole_batch)
     per_row, per_step = _operations(call, state)
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
     return Survey(call.batch, call.rows, call.has_own_batches, _compute_dtype(call.model), per_row, per_step, size)
@@ -218,7 +223,7 @@ def survey(call: TrainingCall) -> Survey:
 
 def _operations(call: TrainingCall, state: Any) -> tuple[float | None, float]:
     """Return the operations that each row of a step adds, and those of any step: by the line through two batches."""
-    once = flops_of_step(call.model, state, repeat_row(call.row, call.batch))
+    once = flops_of_step(call.model, state, call.whole_batch)
     if once is None:
         return None, 0.0
     try:
@@ -261,7 +266,7 @@ class StepCompiler:
     ) -> None:
         self._call = call
         self.notes: dict[str, None] = {}  # sentences about the model, in order
-        self._state = trainer.training_state(call.model, call.row)
+        self._state = trainer.training_state(call.model, call.whole_batch)
         found = target.devices() if devices is None else devices
         self._executor = planned_executor(call, found, strategy, self._note)
         self._placement = self._executor.placement
@@ -381,7 +386,7 @@ def planned_executor(
     options = MeshOptions(axes.placement(devices), axes, None, planned.shard)
     shardings = ModelShardings(model, options, note)
     executor = ModelParallelExecutor(options.placement, shardings, shardings.resolve, planned.recompute, note)
-    executor.prepare(call.row)
+    executor.prepare(call.whole_batch)
     return executor
 
 
