@@ -46,6 +46,17 @@ def padded_steps():
     return model, (np.ones((ROWS, 5, 2)), labels, labels != 255)
 
 
+def masked_steps(labels):
+    """Binary labels of time steps, of which the last are masked."""
+    model = keras.Sequential(
+        [keras.Input((5, 2)), layers.Masking(-9.0), layers.LSTM(4, return_sequences=True), dense("sigmoid", 1)]
+    )
+    model.compile("sgd", "binary_crossentropy")
+    inputs = np.random.default_rng(0).normal(size=(ROWS, 5, 2))
+    inputs[:, 3:] = -9.0
+    return model, (inputs, np.tile(labels, (ROWS, 1))[..., None])
+
+
 def two_outputs(first, second, loss):
     inputs = keras.Input((2,))
     model = keras.Model(inputs, {"a": first(inputs), "b": second(inputs)})
@@ -171,6 +182,7 @@ PROGRAMS = {
             lambda: (net(dense(), loss=MASKED), (X, with_values(Y, 3, -1))),
             lambda: (net(dense(), loss=FROM_LOGITS), (X, with_values(Y, 90, -1), with_values(np.ones(ROWS), 90, 0))),
             padded_steps,
+            lambda: masked_steps([0, 1, 0, -1, -1]),
             lambda: (net(dense(None, 1), loss=BINARY), (X, 0.1 + 0.8 * IS_FIRST)),
             lambda: (net(dense(None, 1), loss="hinge"), (X, 2 * IS_FIRST - 1)),
         ],

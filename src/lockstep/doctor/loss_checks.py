@@ -212,6 +212,8 @@ def check_label_range(call: FitCall) -> Iterator[Finding]:
     for output in classification_outputs(call):
         if output.labels is None or output.labels.dtype.kind not in "iufb" or not len(output.labels):
             continue
+        if len(output.spec.shape or ()) > 1 and any(map(_masks, layers_of(call.model))):
+            continue  # Masked time steps may have any label.
         if output.loss.kind == "sparse":
             yield from _check_classes(output, call)
         if output.loss.kind == "binary":
@@ -246,8 +248,6 @@ def _check_classes(output: ClassificationOutput, call: FitCall) -> Iterator[Find
     ):
         return
     classes = shape[-1]
-    if len(shape) > 1 and any(isinstance(x, keras.layers.Masking) or _masks(x) for x in layers_of(call.model)):
-        return  # Masked time steps may have any label.
     wrong, rows = _wrong_labels(
         output, call, lambda y: (y < 0) | (y >= classes) | (y != np.floor(y)), output.loss.ignored
     )
@@ -297,7 +297,7 @@ def _counts(labels: np.ndarray, weights: Any) -> Any:
 
 
 def _masks(layer: Any) -> bool:
-    return isinstance(layer, keras.layers.Embedding) and layer.mask_zero
+    return isinstance(layer, keras.layers.Masking) or (isinstance(layer, keras.layers.Embedding) and layer.mask_zero)
 
 
 def _shown(values: np.ndarray) -> str:
