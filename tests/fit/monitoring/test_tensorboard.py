@@ -368,11 +368,20 @@ def test_a_file_that_cannot_be_read_when_a_run_goes_on_is_told_once(tmp_path, ca
     assert caplog.text.count("nothing more is written") == 1
 
 
+@pytest.mark.parametrize(
+    ("given", "steps"), [("500,520", (500, 520)), ("7", (7, 7)), ("0", None), (" 2, 3", (2, 3)), ([2, 3], (2, 3))]
+)
+def test_steps_to_profile_are_given_as_to_keras(tmp_path, given, steps):
+    assert TensorBoard(tmp_path, profile_batch=given).profile_batch == steps
+
+
 def test_what_cannot_be_is_refused(tmp_path):
     for options, words in (
         ({"update_freq": "often"}, 'update_freq: expected "epoch", "batch" or a number of steps, got \'often\''),
         ({"update_freq": 0}, "update_freq: expected a whole number of at least 1"),
         ({"histogram_freq": -1}, "histogram_freq: expected a whole number of at least 0"),
+        ({"profile_batch": "2,x"}, "profile_batch: expected a whole number of at least 0, got 'x'"),
+        ({"profile_batch": "1,2,3"}, "profile_batch: expected a step or a pair of them, got '1,2,3'"),
         ({"profile_batch": (4, 3)}, r"profile_batch: expected a step or a pair of them, from 1, got \(4, 3\)"),
     ):
         with pytest.raises(lockstep.OptionError, match=words):

@@ -241,7 +241,7 @@ class TensorBoard(MonitorCallback):
         write_graph: write the layers of a Sequential or functional model.
         write_steps_per_second: write ``epoch_steps_per_second`` and ``batch_steps_per_second``, too.
         update_freq: ``"epoch"``; ``"batch"`` or a number of steps: also write the logs of each step, or of each n-th step.
-        profile_batch: a step or a pair ``(first, last)`` to profile, counted from 1 in this call of ``fit``; 0: none.
+        profile_batch: a step or a pair ``(first, last)`` or ``"first,last"`` to profile, counted from 1 in this call of ``fit``; 0: none.
 
     Raises:
         OptionError: an argument is out of its range.
@@ -266,7 +266,7 @@ class TensorBoard(MonitorCallback):
         write_graph: bool = True,
         write_steps_per_second: bool = False,
         update_freq: str | int = "epoch",
-        profile_batch: int | tuple[int, int] = 0,
+        profile_batch: int | str | tuple[int, int] = 0,
     ) -> None:
         super().__init__()
         self.log_dir = file_path("TensorBoard: log_dir", log_dir)
@@ -539,8 +539,13 @@ def _frequency(value: str | int) -> int:
     return whole_number("TensorBoard: update_freq", value)
 
 
-def _profiled_steps(value: int | tuple[int, int]) -> tuple[int, int] | None:
-    pair = value if isinstance(value, (tuple, list)) else (value, value)
+def _profiled_steps(value: int | str | tuple[int, int]) -> tuple[int, int] | None:
+    """Return the first and the last step to profile; None: none. As to Keras, ``"500,520"`` is a pair, and ``"7"`` a step."""
+    if isinstance(value, str):
+        steps = [int(word) if word.strip().isdecimal() else word for word in value.split(",")]
+        pair: Any = steps if len(steps) > 1 else steps * 2
+    else:
+        pair = value if isinstance(value, (tuple, list)) else (value, value)
     if len(pair) != 2:
         raise OptionError(f"TensorBoard: profile_batch: expected a step or a pair of them, got {shown(value)}.")
     first, last = (whole_number("TensorBoard: profile_batch", one, minimum=0) for one in pair)
