@@ -421,6 +421,37 @@ def test_arguments_that_are_not_known_any_more_are_marked_and_those_with_a_new_n
     assert ["experimental_fetch_to_device" in mark.sentence for mark in translate(TF + options).todos] == [True]
 
 
+@pytest.mark.parametrize(
+    ("call", "argument", "advice"),
+    [
+        ("layers.BatchNormalization(fused=True, momentum=0.9)", "fused", "leave it out"),
+        ("layers.LSTM(4, time_major=True, zero_output_for_mask=True)", "time_major", "leave it out"),
+        ("layers.Dropout(0.1, input_shape=(3,), dynamic=True)", "dynamic", "leave it out"),
+        ("layers.LSTM(4, batch_input_shape=(1, 5, 3), stateful=True)", "batch_input_shape", "keras.Input(batch_shape="),
+        ("optimizers.Adam(0.1, gradient_transformers=[f])", "gradient_transformers", "leave it out"),
+    ],
+)
+def test_arguments_that_a_layer_or_an_optimizer_would_refuse_only_when_it_runs_are_marked(call, argument, advice):
+    (mark,) = translate(f"{TF}x = tf.keras.{call}\n").todos
+    assert f"has no argument {argument!r}: " in mark.sentence
+    assert advice in mark.sentence
+
+
+@pytest.mark.parametrize("call", [
+    "layers.Dense(3, input_shape=(2,), trainable=False, dtype='float32', activity_regularizer='l2', name='a')",
+    "layers.Embedding(10, 3, input_length=4, mask_zero=True)",
+    "layers.LeakyReLU(alpha=0.2)",
+    "layers.GRU(3, implementation=1, dropout=0.1)",
+    "layers.InputLayer(batch_input_shape=(2, 3))",
+    "layers.TextVectorization(10, vocabulary_size=3)",
+    "optimizers.SGD(learning_rate=0.1, clipnorm=1.0)",
+    "Model(inputs=a, outputs=b, name='m')",
+    "layers.Dense(**options)",
+])  # fmt: skip
+def test_arguments_that_keras_takes_besides_those_of_its_signatures_are_not_marked(call):
+    assert not translate(f"{TF}x = tf.keras.{call}\n").todos
+
+
 @pytest.mark.parametrize("code", [
     "from tensorflow.keras.callbacks import BackupAndRestore, TensorBoard\nBackupAndRestore(backup_dir='run'), TensorBoard('logs')\n",
     "tf.keras.callbacks.experimental.BackupAndRestore('run')\ntf.distribute.get_strategy()\n",

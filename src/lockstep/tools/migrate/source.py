@@ -13,7 +13,10 @@ from functools import cached_property
 from importlib import import_module
 from typing import Any
 
+import keras
+
 from lockstep._errors import OptionError
+from lockstep._keras.graph import is_keras_class
 from lockstep.tools.migrate.symbol_map import translated
 
 
@@ -313,6 +316,8 @@ def _words(node: ast.AST) -> list[str]:
     return [node.id, *reversed(words)] if isinstance(node, ast.Name) else []
 
 
+_STRICT = (keras.layers.Layer, keras.optimizers.Optimizer)
+_TAKEN_OUT = re.compile(r'(?:kwargs\.pop\(\s*|if )"(\w+)"')  # Words that a constructor takes out of its ``**kwargs``.
 _BACKEND = 'os.environ.setdefault("KERAS_BACKEND", "jax")  # Before Keras is imported.\n'
 _HIDDEN = '.config.set_visible_devices([], "GPU")  # TensorFlow may read data; the GPUs are for JAX.'
 
@@ -342,6 +347,23 @@ def parameters_of(name: str) -> Mapping[str, inspect.Parameter]:
         return inspect.signature(resolve(name)).parameters if exists(name) else {}
     except (TypeError, ValueError):
         return {}
+
+
+def arguments_taken(name: str) -> set[str] | None:
+    """Return the named arguments that an object of Keras or Lockstep takes; None: any, or it does not exist.
+
+    Layers and optimizers hand ``**kwargs`` on to their base classes, which refuse what is left.
+    """
+    parameters = parameters_of(name)
+    if not parameters or not any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
+        return set(parameters) or None
+    found, taken = resolve(name), set[str]()
+    is_strict = inspect.isclass(found) and issubclass(found, _STRICT) and not issubclass(found, keras.Model)
+    for kind in found.__mro__ if is_strict else ():
+        if is_keras_class(kind) and "__init__" in vars(kind):
+            method = vars(kind)["__init__"]
+            taken |= {*inspect.signature(method).parameters, *_TAKEN_OUT.findall(inspect.getsource(method))}
+    return taken or None
 
 
 def new_names(bindings: ImportBindings) -> Iterator[tuple[DottedName, str]]:

@@ -33,17 +33,19 @@ from lockstep.tools.migrate.source import (
     Edit,
     ImportBindings,
     SourceText,
+    arguments_taken,
     exists,
     hides_gpus,
     is_relevant_module,
     new_names,
-    parameters_of,
     relevant_imports,
 )
 from lockstep.tools.migrate.symbol_map import short, translated, why_absent
 from lockstep.tools.script_runner import environment_set
 
 _PREFIX = "# lockstep migrate: "
+_INSTEAD = {"batch_input_shape": "put keras.Input(batch_shape=…) before it"}
+_LEAVE_OUT = "leave it out, or see its documentation"
 _EXTENDED = "strategy.extended has no counterpart; see docs/custom_loops.md"
 _AMBIGUOUS = (
     "the script also uses this name for something else, so names that begin with it stay: give one of them another name"
@@ -112,11 +114,9 @@ def _find_all(source: SourceText, bindings: ImportBindings) -> Iterator[tuple[as
             if alias.name != "*" and is_relevant_module(name) and (reason := _reason(name)):
                 yield statement, f"{short(name)}: {reason}"
     for call in calls(source):
-        for argument in _unknown_arguments(call, bindings.name_of(call.func)):
-            yield (
-                call,
-                f"{bindings.name_of(call.func)} has no argument {argument!r}: leave it out, or see its documentation",
-            )
+        name = bindings.name_of(call.func)
+        for argument in _unknown_arguments(call, name):
+            yield call, f"{name} has no argument {argument!r}: {_INSTEAD.get(argument, _LEAVE_OUT)}"
     yield from find_incompatibilities(source, bindings)
     yield from worker_differences(source, bindings)
     yield from _ambiguous(bindings)
@@ -154,9 +154,8 @@ def _reason(name: str) -> str | None:
 
 def _unknown_arguments(call: ast.Call, name: str) -> list[str]:
     """Return the named arguments of a call that the translated function does not accept."""
-    parameters = parameters_of(name)
-    takes_any = not parameters or any(one.kind is one.VAR_KEYWORD for one in parameters.values())
-    return [] if takes_any else [one.arg for one in call.keywords if one.arg and one.arg not in parameters]
+    taken = arguments_taken(name)
+    return [] if taken is None else [one.arg for one in call.keywords if one.arg and one.arg not in taken]
 
 
 def _lines_of_statements(source: SourceText) -> list[tuple[int, int]]:
