@@ -1024,6 +1024,8 @@ def test_what_may_be_a_data_set_is_marked():
         ("d = d.apply(tf.data.experimental.shuffle_and_repeat(100))", "write seed=1"),
         ("d = d.interleave(f, deterministic=False)", "deterministic=False: all workers must read the same rows"),
         ("d = d.map(lambda x: x + tf.random.uniform(()))", "write tf.random.set_seed(1)"),
+        ("d = d.map(lambda x: tf.image.random_flip_left_right(x))", "tf.image: all workers must read the same rows"),
+        ("d = d.map(lambda x: tf.image.random_crop(x, (2, 2)))", "write tf.random.set_seed(1)"),
         ("os.environ.update(TF_CONFIG=json.dumps({'task': {'type': 'worker', 'index': 0}}))", "os.environ.setdefault('TF_CONFIG'"),
     ],
 )  # fmt: skip
@@ -1040,6 +1042,10 @@ def test_what_workers_would_do_each_in_their_own_way_is_marked(line, advice):
         'd = tf.data.Dataset.list_files("*.x", seed=4)',
         "d = d.map(lambda x: x + tf.random.stateless_uniform((), (1, 2)))",
         "tf.random.set_seed(4)\nd = d.map(lambda x: x + tf.random.uniform(()))",
+        "tf.random.set_seed(4)\nd = d.map(lambda x: tf.image.random_flip_left_right(x))",
+        "d = d.map(lambda x: tf.image.random_flip_left_right(x, seed=4))",
+        "d = d.map(lambda x: tf.image.stateless_random_crop(x, (2, 2), (1, 2)))",
+        "d = d.map(lambda x: tf.image.resize(x, (2, 2)))",
         "os.environ.update(OMP_NUM_THREADS='1')",
     ],
 )

@@ -449,7 +449,7 @@ _LOOPS = (ast.For, ast.AsyncFor, ast.While)
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _SEEDED = ("list_files", "shuffle_and_repeat")  # functions of tf.data that shuffle
 _OF_SHUFFLE = {"buffer_size", "name", "reshuffle_each_iteration"}  # Its arguments besides the seed.
-_DRAWS = "tensorflow.random."
+_DRAWS, _DRAWS_OF_IMAGES = "tensorflow.random.", "tensorflow.image.random_"
 _SEEDED_DRAWS = ("Generator", "set_seed", "get_global_generator", "experimental")
 
 
@@ -529,12 +529,14 @@ def worker_differences(source: SourceText, bindings: ImportBindings) -> Iterator
         elif has_task and name in ("update", "putenv") and "TF_CONFIG" in ast.unparse(call):
             yield call, _TASK
         elif _draws(bindings.name_of(call.func)) and "seed" not in given and not is_seeded:
-            yield call, f"tf.random: {_SAME_ORDER}; write tf.random.set_seed(1) at the top of the script"
+            module = bindings.name_of(call.func).split(".")[1]
+            yield call, f"tf.{module}: {_SAME_ORDER}; write tf.random.set_seed(1) at the top of the script"
 
 
 def _draws(name: str) -> bool:
     own = name.removeprefix(_DRAWS)
-    return own != name and not own.startswith(("stateless", *_SEEDED_DRAWS))
+    is_random = own != name and not own.startswith(("stateless", *_SEEDED_DRAWS))
+    return is_random or name.startswith(_DRAWS_OF_IMAGES)
 
 
 def is_false(node: ast.AST | None) -> bool:
