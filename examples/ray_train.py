@@ -1,6 +1,6 @@
 """Train on Ray with as many workers as the cluster has; if a worker is lost, Ray starts fewer, which resume with the same bits.
 
-    pip install 'keras-lockstep[ray]'
+    pip install '.[ray]'    # in a checkout of Lockstep
     python examples/ray_train.py --folder /shared/run --workers 1 4          # on CPUs
     python examples/ray_train.py --folder /shared/run --workers 1 4 --gpus   # one GPU a worker
 

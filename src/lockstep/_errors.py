@@ -186,6 +186,16 @@ def summary_of(error: BaseException) -> str:
     return f"{name}: {text}" if text else name
 
 
+def install_extra(extra: str) -> str:
+    """Return how to install what an extra of this package needs, for the end of a message; no release is on a package index yet.
+
+    Example:
+        >>> install_extra("orbax")
+        "pip install '.[orbax]' in a checkout of Lockstep"
+    """
+    return f"pip install '.[{extra}]' in a checkout of Lockstep"
+
+
 def whole_number(name: str, value: object, minimum: int | None = 1, maximum: int | None = None) -> int:
     """Return ``value`` as an int if it is a whole number from ``minimum`` to ``maximum``, also of NumPy; None: no limit.
 

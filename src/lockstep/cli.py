@@ -15,7 +15,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from lockstep._errors import CheckpointError, LockstepError, OptionError, whole_number
+from lockstep._errors import CheckpointError, LockstepError, OptionError, install_extra, whole_number
 from lockstep._version import __version__
 from lockstep.launch.job_scripts import JOB_SCRIPTS
 from lockstep.launch.launch_config import LaunchConfig
@@ -255,7 +255,7 @@ def _demo(options: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in ("matplotlib", "sklearn"):
             raise
-        print(f"lockstep demo: needs {error.name}. Fix: pip install 'keras-lockstep[demo]'.", file=sys.stderr)
+        print(f"lockstep demo: needs {error.name}. Fix: {install_extra('demo')}.", file=sys.stderr)
         return 2
     return 0 if matches else 1
 

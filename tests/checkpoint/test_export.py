@@ -298,7 +298,7 @@ def test_export_names_the_package_that_is_missing(extra, tmp_path, capsys, monke
         monkeypatch.setitem(importlib.import_module("sys").modules, module, None)
     printed = said(capsys, "export", tmp_path / "runs", tmp_path / "out", "--format", extra, code=2).err
     assert printed == (
-        f"lockstep checkpoint: the format {extra} needs the package {extra}. Fix: pip install 'keras-lockstep[{extra}]'\n"
+        f"lockstep checkpoint: the format {extra} needs the package {extra}. Fix: pip install '.[{extra}]' in a checkout of Lockstep.\n"
     )
     assert names_in(tmp_path) == ["runs"]
 

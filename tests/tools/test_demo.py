@@ -75,4 +75,4 @@ def test_demo_names_a_missing_extra(package, python, tmp_path):
     block += f"from lockstep.cli import main; sys.exit(main(['demo', '--epochs', '1', '--output', {str(tmp_path)!r}]))"
     done = python(code=block, timeout=120)
     assert done.returncode == 2, done.stderr
-    assert "pip install 'keras-lockstep[demo]'" in done.stderr
+    assert "pip install '.[demo]'" in done.stderr

@@ -27,7 +27,7 @@ import numpy as np
 
 from lockstep._array_encoding import DTYPES, ML_DTYPES
 from lockstep._atomic_files import open_to_read, publish, read_file, replace_file, sync
-from lockstep._errors import CheckpointError, LockstepError
+from lockstep._errors import CheckpointError, LockstepError, install_extra
 from lockstep.checkpoint.manifest import Entry, Manifest, decode, encode
 from lockstep.checkpoint.serialization import (
     MAX_MANIFEST_BYTES,
@@ -211,7 +211,7 @@ def _package(module: str, extra: str) -> Any:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         raise CheckpointError(
-            f"the format {extra} needs the package {(error.name or module).partition('.')[0]}. Fix: pip install 'keras-lockstep[{extra}]'"
+            f"the format {extra} needs the package {(error.name or module).partition('.')[0]}. Fix: {install_extra(extra)}."
         ) from error
 
 

@@ -121,9 +121,7 @@ def test_exporter_is_compatible_with_checkpoints(client, tmp_path):
 def test_exporter_names_the_missing_package(monkeypatch):
     for name in ("prometheus_client", "prometheus_client.core"):
         monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(
-        OptionError, match=r"prometheus_client is not installed. Fix: pip install 'keras-lockstep\[prometheus\]'"
-    ):
+    with pytest.raises(OptionError, match=r"prometheus_client is not installed. Fix: pip install '.\[prometheus\]'"):
         fit(built(), PrometheusExporter(port=0))
     assert fit(built())["loss"]
 

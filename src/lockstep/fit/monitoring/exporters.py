@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from lockstep._errors import OptionError, instance_of, whole_number
+from lockstep._errors import OptionError, install_extra, instance_of, whole_number
 from lockstep.distributed.cluster.env_reader import restarts_of
 from lockstep.fit.monitoring.step_timer import Attachment, MonitorCallback, StepTimer, numbers_of
 
@@ -36,7 +36,7 @@ class PrometheusExporter(MonitorCallback):
     the beginning to the end of a call of ``fit``, also if that fails. There is no authentication: a ``host`` other than that of this
     machine lets everyone who can reach it read the metrics.
 
-    This needs ``pip install 'keras-lockstep[prometheus]'``.
+    This needs ``pip install '.[prometheus]'`` in a checkout.
 
     Args:
         port: to listen on; 0: a free port, which :attr:`port` has.
@@ -96,7 +96,7 @@ def _prometheus_client() -> Any:
         return importlib.import_module("prometheus_client")
     except ModuleNotFoundError as error:
         raise OptionError(
-            "PrometheusExporter: the package prometheus_client is not installed. Fix: pip install 'keras-lockstep[prometheus]'"
+            f"PrometheusExporter: the package prometheus_client is not installed. Fix: {install_extra('prometheus')}."
         ) from error
 
 

@@ -15,7 +15,7 @@ import jax
 from jax.experimental import topologies
 
 from lockstep._atomic_files import read_file
-from lockstep._errors import OptionError, shown
+from lockstep._errors import OptionError, install_extra, shown
 from lockstep.collectives.cost_model import Network, NetworkLink
 from lockstep.devices.host_memory import host_memory
 from lockstep.devices.names import resolve_devices
@@ -158,8 +158,7 @@ class Target:
         platform = self.accelerator.platform
         if platform != "cpu" and not any(importlib.util.find_spec(name) for name in _COMPILERS[platform]):
             raise OptionError(
-                f"{self.name}: there is no compiler for {self.accelerator.name} here. Fix: pip install "
-                f"'keras-lockstep[plan-{platform}]'."
+                f"{self.name}: there is no compiler for {self.accelerator.name} here. Fix: {install_extra(f'plan-{platform}')}."
             )
 
     def network(self, between: NetworkLink) -> Network | None:
