@@ -1,7 +1,7 @@
 """Log lines of Lockstep, the lines about a wait while it lasts, and whether that wait is still wanted.
 
 A library leaves handlers to the program. If the program has configured none, lines are written to standard error instead of
-being lost. ``logging.getLogger("lockstep").setLevel("WARNING")`` switches them off.
+being lost. ``logging.getLogger("lockstep").setLevel("ERROR")`` switches them off.
 """
 
 import logging
@@ -14,16 +14,21 @@ _logger = logging.getLogger("lockstep")
 
 def log_info(message: str) -> None:
     """Log one line of level INFO, which is visible unless the program has configured logging otherwise."""
-    if _logger.level <= logging.INFO and not _logger.hasHandlers():
-        _print(message)
+    _log(logging.INFO, message)
+
+
+def log_warning(message: str) -> None:
+    """Log one line of level WARNING, which is visible also if the program, or a notebook, has handlers and sets no level."""
+    _log(logging.WARNING, message)
+
+
+def _log(level: int, message: str) -> None:
+    if _logger.level <= level and not _logger.hasHandlers():
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("lockstep: %(message)s"))
+        handler.handle(_logger.makeRecord(_logger.name, level, __file__, 0, message, (), None))
     else:
-        _logger.info(message)
-
-
-def _print(message: str) -> None:
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("lockstep: %(message)s"))
-    handler.handle(_logger.makeRecord(_logger.name, logging.INFO, __file__, 0, message, (), None))
+        _logger.log(level, message)
 
 
 _FIRST_LINE_SECONDS = 2.0

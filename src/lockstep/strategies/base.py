@@ -18,7 +18,7 @@ from lockstep._keras.batch_normalization import unsynchronized_normalizations
 from lockstep._keras.graph import global_batch_reason
 from lockstep._keras.patches import value_in_context
 from lockstep._keras.variable_placement import VariableSharder, has_layout, lay_out
-from lockstep._logging import counted, log_info
+from lockstep._logging import counted, log_info, log_warning
 from lockstep.custom_loops.replica_context import open_scopes
 from lockstep.data.fit_wrapper import FitWrapper
 from lockstep.data.process_group import ProcessGroup
@@ -294,7 +294,7 @@ class Strategy(Diagnostics):
         def log_once(reason: str) -> None:
             if reason not in logged:
                 logged.add(reason)
-                self._log(f"Model {model.name!r}: {reason}.")
+                self._log(f"Model {model.name!r}: {reason}.", log_warning)
 
         executor = self._executor_for(self._placement, model)
         functions = StepFunctions(model, self._placement, executor, log_once, self._step_hooks)
@@ -388,8 +388,8 @@ class Strategy(Diagnostics):
         context = FitContext(model, arguments, functions, self._placement, self._process_group, setup, self._log)
         return entered(self._fit_hooks, context)
 
-    def _log(self, message: str) -> None:
-        log_info(message)
+    def _log(self, message: str, log: Callable[[str], None] = log_info) -> None:
+        log(message)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(devices={list(self.devices)}, replicas={self.num_replicas_in_sync})"

@@ -277,9 +277,9 @@ class ParameterServerStrategy(SchedulingStrategy, Strategy):
             _RemoteSteps(_refuse_step, lambda: None, lambda: self._process_group.note_progress()),
         )  # until ``steps_by`` adds another
 
-    def _log(self, message: str) -> None:
+    def _log(self, message: str, log: Callable[[str], None] = log_info) -> None:
         if self.is_chief:
-            super()._log(message)
+            super()._log(message, log)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._role.name})"
