@@ -4,29 +4,15 @@ import atexit
 import os
 import threading
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from lockstep._errors import CheckpointError, describe_error
 from lockstep._logging import WaitLogger, log_info
+from lockstep.checkpoint.store import CheckpointStore, ShardedStore
 
 _POLL_SECONDS = 1.0  # between log lines of a wait; the event itself wakes the waiting thread at once
 
 Job = tuple[int, Callable[[], Any]]
-
-
-class Store(Protocol):
-    """What the writer needs of a store of checkpoints."""
-
-    @property
-    def directory(self) -> Path:
-        """The directory of the checkpoints."""
-
-    def steps(self) -> list[int]:
-        """Return the steps of all checkpoints, in order."""
-
-    def write_from(self, step: int, make_snapshot: Callable[[], Any]) -> None:
-        """Make the content of a checkpoint, and write it."""
 
 
 class AsyncWriter:
@@ -58,7 +44,7 @@ class AsyncWriter:
 
     def __init__(
         self,
-        store: Store,
+        store: CheckpointStore | ShardedStore,
         *,
         timeout_seconds: float = 600.0,
         log: Callable[[str], None] = log_info,

@@ -4,7 +4,7 @@ import hashlib
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import numpy as np
@@ -18,20 +18,8 @@ from lockstep.data.sources import InputSource, WrappedSource
 from lockstep.devices.placement import Placement
 
 
-class BatchStore(Protocol):
-    """Keeps batches in order; a list does, and arrays on devices stay there."""
-
-    def append(self, batch: Any, /) -> None:
-        """Keep one more batch."""
-
-    def __iter__(self) -> Iterator[Any]: ...
-
-    def clear(self) -> None:
-        """Drop all batches."""
-
-
 class FileBatchStore:
-    """Batches in a file, which exists as long as batches are kept.
+    """Keeps batches in order, as a list does, in a file that exists as long as there are any.
 
     Args:
         path: path of the file, which must not exist yet.
@@ -50,7 +38,7 @@ class FileBatchStore:
             )
 
     def append(self, batch: Any, /) -> None:
-        """See :class:`BatchStore`."""
+        """Keep one more batch."""
         arrays = jax.tree.map(np.asarray, batch)
         flags = os.O_WRONLY | (os.O_APPEND if self._dtypes else os.O_EXCL)
         with open(open_own(self._path, flags), "ab") as file:
@@ -65,7 +53,7 @@ class FileBatchStore:
                 yield jax.tree.map(lambda dtype: np.lib.format.read_array(file, allow_pickle=False).view(dtype), dtypes)
 
     def clear(self) -> None:
-        """See :class:`BatchStore`."""
+        """Drop all batches."""
         if self._dtypes:
             self._dtypes.clear()
             self._path.unlink(missing_ok=True)
@@ -76,12 +64,12 @@ class CachedSource(WrappedSource):
 
     Args:
         source: an input that ends.
-        store: keeps its batches.
+        store: keeps its batches; in a list, arrays on devices stay there.
         change: is applied to each batch before it is kept.
     """
 
     def __init__(
-        self, source: InputSource, store: BatchStore, change: Callable[[Any], Any] = lambda batch: batch
+        self, source: InputSource, store: list[Any] | FileBatchStore, change: Callable[[Any], Any] = lambda batch: batch
     ) -> None:
         super().__init__(source)
         self._store, self._change = store, change

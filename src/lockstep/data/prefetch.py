@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 
@@ -22,24 +22,6 @@ PATIENCE = 60.0  # seconds without a batch after which a wait is logged, and aga
 _GRACE = 0.5  # seconds that the thread gets to end; after an error or Ctrl-C it may be in the user's code
 
 Read = Callable[[], Any]  # returns the next batch; raises StopIteration at the end
-
-
-class BatchReader(Protocol):
-    """Returns batches in order, up to a limit."""
-
-    taken: int
-
-    def set_limit(self, batches: float) -> None:
-        """Allow ``batches`` more batches to be read than were taken so far."""
-
-    def is_waiting(self) -> bool:
-        """Return whether :meth:`take` would wait for the next batch."""
-
-    def take(self) -> Any:
-        """Return the next batch; raise StopIteration at the end, and at the limit."""
-
-    def close(self, failed: bool) -> list[Any]:
-        """End all work and return the batches that were read and not taken; one that hangs is given up, after a failure at once."""
 
 
 class InlineReader:
@@ -56,15 +38,15 @@ class InlineReader:
         self.taken = 0
 
     def set_limit(self, batches: float) -> None:
-        """See :class:`BatchReader`."""
+        """See :class:`Prefetcher`."""
         self._limit = self.taken + batches
 
     def is_waiting(self) -> bool:
-        """See :class:`BatchReader`."""
+        """See :class:`Prefetcher`."""
         return False  # Reading inline is work of the thread that also starts the steps, and no wait.
 
     def take(self) -> Any:
-        """See :class:`BatchReader`."""
+        """See :class:`Prefetcher`."""
         if self.taken >= self._limit:
             raise StopIteration
         batch = self._read()
@@ -72,7 +54,7 @@ class InlineReader:
         return batch
 
     def close(self, failed: bool) -> list[Any]:
-        """See :class:`BatchReader`."""
+        """See :class:`Prefetcher`."""
         self._finish()
         return []
 
@@ -118,17 +100,17 @@ class Prefetcher:
         self.taken = 0
 
     def set_limit(self, batches: float) -> None:
-        """See :class:`BatchReader`."""
+        """Allow ``batches`` more batches to be read than were taken so far."""
         with self._changed:
             self._limit = self.taken + batches
             self._changed.notify_all()
 
     def is_waiting(self) -> bool:
-        """See :class:`BatchReader`."""
+        """Return whether :meth:`take` would wait for the next batch."""
         return not self._ready
 
     def take(self) -> Any:
-        """See :class:`BatchReader`."""
+        """Return the next batch; raise StopIteration at the end, and at the limit."""
         with self._changed:
             if self._thread is None:
                 self._start()
@@ -141,7 +123,7 @@ class Prefetcher:
             return self._ready.popleft()
 
     def close(self, failed: bool) -> list[Any]:
-        """See :class:`BatchReader`."""
+        """End all work and return the batches that were read and not taken; one that hangs is given up, after a failure at once."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

@@ -15,7 +15,7 @@ import numpy as np
 
 from lockstep._errors import InputError
 from lockstep.data.input_bound import WaitMeter
-from lockstep.data.prefetch import BatchReader, InlineReader, Prefetcher
+from lockstep.data.prefetch import InlineReader, Prefetcher
 from lockstep.data.random_state import (
     capture_random_state,
     restore_random_state,
@@ -232,7 +232,7 @@ class ResumableIterator:
         self._closed = False
         self.successor: ResumableIterator | None = None
         self.has_ended = False
-        self._reader: BatchReader = (
+        self._reader: Prefetcher | InlineReader = (
             Prefetcher(self._read, self._finish, depth, source.name)
             if depth
             else InlineReader(self._read, self._finish)

@@ -7,7 +7,7 @@ programs has no such figure; for it the one program of the default executor is c
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -44,31 +44,19 @@ class StepProbe:
         return median_step_seconds(self._step, self._state(), self._batch(), steps)
 
 
-class StepProbes(Protocol):
-    """Compiles the training step of a model for batches.
-
-    Attributes:
-        devices: devices of this process.
-        replicas: their number.
-        is_estimate: whether memory is that of another program than those that run.
-    """
-
-    devices: tuple[jax.Device, ...]
-    replicas: int
-    is_estimate: bool
-
-    def compile(self, batch: Any) -> StepProbe:
-        """Compile the step for a batch on the host, without running it."""
-
-
 class StrategyProbes:
-    """Probes of a model that has a strategy.
+    """Compiles the training step of a model that has a strategy, for batches.
 
     Args:
         model: compiled.
         placement: devices and replicas.
         executor: how its steps are run.
         default: the executor whose program is measured for memory; it may be ``executor``.
+
+    Attributes:
+        devices: devices of this process.
+        replicas: their number.
+        is_estimate: whether memory is that of another program than those that run.
     """
 
     def __init__(self, model: keras.Model, placement: Placement, executor: Executor, default: SpmdExecutor) -> None:
@@ -78,7 +66,7 @@ class StrategyProbes:
         self.replicas, self.is_estimate = placement.replicas, executor is not default
 
     def compile(self, batch: Any) -> StepProbe:
-        """See :class:`StepProbes`."""
+        """Compile the step for a batch on the host, without running it."""
         with jax.default_device(self._executor.eager_device):  # the device of variables that Keras has not built yet
             state = trainer.training_state(self._model, batch)
         self._default.prepare(batch)
@@ -97,7 +85,7 @@ class StrategyProbes:
 
 
 class KerasProbes:
-    """Probes of a plain Keras model on JAX's default device."""
+    """Compiles the training step of a plain Keras model on JAX's default device."""
 
     replicas, is_estimate = 1, False
 
@@ -106,7 +94,7 @@ class KerasProbes:
         self.devices = (jax.local_devices()[0],)
 
     def compile(self, batch: Any) -> StepProbe:
-        """See :class:`StepProbes`."""
+        """See :class:`StrategyProbes`."""
         state = trainer.training_state(self._model, batch)
         described = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jax.typeof(leaf).dtype), batch)
         program = jax.jit(self._model.train_step, donate_argnums=0).lower(state, described).compile()

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
 
 from lockstep._atomic_files import open_own
 from lockstep._errors import DONE, NO_PROGRESS, OptionError
@@ -31,7 +30,7 @@ from lockstep.launch.rank_assignment import (
     reserved_addresses,
 )
 from lockstep.launch.reaper import adopt_orphans, child_pids
-from lockstep.launch.rendezvous import NodeExit, join_rendezvous
+from lockstep.launch.rendezvous import NodeExit, RendezvousClient, join_rendezvous
 from lockstep.launch.restart_policy import RestartBudget, backoff_seconds
 from lockstep.launch.signals import FORWARDED, SignalPipe
 from lockstep.launch.worker_environment import (
@@ -106,27 +105,6 @@ def supervise(job: LaunchConfig, environment: Mapping[str, str], output: io.RawI
             return supervisor.run(node)
 
 
-class RestartLoop(Protocol):
-    """Decides about the generations of a node, one after the other."""
-
-    @property
-    def code(self) -> int:
-        """Exit code of the job on this node."""
-
-    @property
-    def remote_stop(self) -> RemoteStop | None:
-        """Source of requests of other nodes to stop a generation, if there are other nodes."""
-
-    def assignments(self) -> Generator[AnyRankAssignment, None, None]:
-        """Yield the rank assignment of each generation; it is resumed when the workers of the last one have ended."""
-
-    def record(self, workers: LocalWorkers) -> None:
-        """Record how a generation has ended here."""
-
-    def close(self) -> None:
-        """Release all resources."""
-
-
 @dataclass
 class LocalRestartLoop:
     """Restart loop of a node that restarts its workers on its own.
@@ -138,6 +116,7 @@ class LocalRestartLoop:
         signals: signals of the supervisor.
         log: prints a line for the user.
         stop_at: time on the monotonic clock at which the job has to end; None: no limit.
+        remote_stop: None: no other node may request to stop a generation.
     """
 
     job: LaunchConfig
@@ -151,7 +130,7 @@ class LocalRestartLoop:
     _is_over: bool = field(default=False, init=False)
 
     def assignments(self) -> Generator[AnyRankAssignment, None, None]:
-        """Yield assignments as long as workers fail and may be restarted."""
+        """Yield assignments as long as workers fail and may be restarted; it is resumed when the workers of the last one have ended."""
         for generation in itertools.count():
             if generation and not self._take_restart():
                 return
@@ -255,7 +234,7 @@ class _Supervisor:
             )
         self.messages.close(_FLUSH_SECONDS)
 
-    def _restart_loop(self, node: int | None) -> RestartLoop | NodeExit:
+    def _restart_loop(self, node: int | None) -> LocalRestartLoop | RendezvousClient | NodeExit:
         if not self.job.is_elastic:
             return LocalRestartLoop(self.job, node or 0, self.restarts, self.signals, self._log, self.stop_at)
         return join_rendezvous(self.job, node, self.network, self.signals, self.stop_at, self._log)

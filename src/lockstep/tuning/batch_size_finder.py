@@ -25,7 +25,7 @@ from lockstep.data.sources import InputSource, check_data, make_source
 from lockstep.devices.host_memory import host_memory
 from lockstep.devices.placement import count_rows
 from lockstep.execution.executors import CentralExecutor, SpmdExecutor
-from lockstep.execution.step_measurement import KerasProbes, StepProbe, StepProbes, StrategyProbes
+from lockstep.execution.step_measurement import KerasProbes, StepProbe, StrategyProbes
 from lockstep.strategies.base import Strategy
 from lockstep.strategies.parameter_server import ParameterServerStrategy
 
@@ -267,7 +267,7 @@ class _Search:
 
     def __init__(
         self,
-        probes: StepProbes,
+        probes: StrategyProbes | KerasProbes,
         batch: Callable[[int], Any],
         steps: int,
         available: int | None,
@@ -343,7 +343,7 @@ def _least(process_group: ProcessGroup, available: int | None) -> int | None:
     )
 
 
-def _make_probes(model: keras.Model, strategy: Strategy | None) -> StepProbes:
+def _make_probes(model: keras.Model, strategy: Strategy | None) -> StrategyProbes | KerasProbes:
     if strategy is None:
         return KerasProbes(model)
     placement = strategy._placement

@@ -4,7 +4,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from importlib import import_module
-from typing import Any, Protocol
+from typing import Any
 
 from lockstep._errors import ClusterError, instance_of
 from lockstep.distributed.cluster.addresses import COORDINATOR, DEFAULT_PORT, port_of_job, resolve_coordinator
@@ -13,22 +13,6 @@ from lockstep.distributed.cluster.membership import Membership, WorkerGroup, che
 from lockstep.distributed.resolvers.base import EnvironmentResolver
 
 _JOB = "RAY_JOB_ID"
-
-
-class RayContext(Protocol):
-    """The part of ``ray.train.get_context()`` that is used."""
-
-    def get_world_rank(self) -> int:
-        """Return the number of this worker."""
-
-    def get_world_size(self) -> int:
-        """Return the number of all workers."""
-
-    def get_local_rank(self) -> int:
-        """Return the number of this worker on its node."""
-
-    def get_local_world_size(self) -> int:
-        """Return the number of workers on this node."""
 
 
 class RayTrain:
@@ -43,8 +27,8 @@ class RayTrain:
         self._modules = modules
         self._load = load
 
-    def context(self) -> RayContext | None:
-        """Return the context of this worker; None outside of a training function."""
+    def context(self) -> Any:
+        """Return ``ray.train.get_context()``, which numbers this worker; None outside of a training function."""
         train = self._modules.get("ray.train")
         try:
             context = train.get_context() if train is not None else None
