@@ -10,7 +10,7 @@ import pytest
 
 from lockstep import ClusterError
 from lockstep.callbacks import BackupAndRestore, NanGuard, TensorBoard, ThroughputMonitor
-from lockstep.fit.checkpointing.save_frequency import SaveFrequency
+from lockstep.fit.checkpointing.backup_and_restore import SaveFrequency
 from tests.distributed.threaded_job import ThreadedJob
 from tests.fit.monitoring.runs import built, fit
 

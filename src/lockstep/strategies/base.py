@@ -31,9 +31,9 @@ from lockstep.execution.step_functions import StepFunctions, in_step
 from lockstep.execution.step_hooks import StepHook
 from lockstep.execution.step_loop import trace_context
 from lockstep.execution.variable_layout import ModelLayout, layout_notes, layout_of
+from lockstep.fit.checkpointing.backup_and_restore import SaveFrequency
 from lockstep.fit.checkpointing.checkpoint_hook import CheckpointHook
 from lockstep.fit.checkpointing.loop_checkpoint import Checkpoint
-from lockstep.fit.checkpointing.save_frequency import SaveFrequency
 from lockstep.fit.fit_hooks import CallbackHooks, FitContext, FitHook, entered
 from lockstep.fit.monitoring.monitor_hook import MonitorHook
 from lockstep.fit.nan_guard import NanGuardHook

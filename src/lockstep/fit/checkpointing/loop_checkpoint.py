@@ -15,9 +15,9 @@ from lockstep.checkpoint.store import CheckpointStore
 from lockstep.data.process_group import ProcessGroup
 from lockstep.data.random_state import capture_random_state, restore_random_state
 from lockstep.devices.placement import Placement
+from lockstep.fit.checkpointing.backup_and_restore import SaveFrequency
 from lockstep.fit.checkpointing.model_state import check_fields, copies_of
 from lockstep.fit.checkpointing.preemption import Preemption, exit_after_checkpoint
-from lockstep.fit.checkpointing.save_frequency import SaveFrequency
 
 
 class Checkpoint:
