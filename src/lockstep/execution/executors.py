@@ -9,11 +9,12 @@ last shard is added to entry 0). A batch that the first axis does not divide is 
 changes no result; else every row of devices computes all rows.
 """
 
+import abc
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -76,7 +77,7 @@ from lockstep.execution.xla_partitioner_workarounds import constrain_partitionin
 CallSizes = tuple[tuple[int, ...], ...]
 
 
-class Executor(Protocol):
+class Executor(abc.ABC):
     """One way to run a step.
 
     Attributes:
@@ -90,6 +91,7 @@ class Executor(Protocol):
     supports_second_derivatives: bool
     eager_device: jax.Device
 
+    @abc.abstractmethod
     def compile(self, step: Step, kind: str, gate: NonFiniteGate | None = None) -> Step:
         """Return ``step`` as a function of a batch on the host; ``kind`` is "train", "test" or "predict".
 
@@ -97,11 +99,14 @@ class Executor(Protocol):
         """
 
     def partition_calls(self, layout: BatchLayout, trace: CallTrace) -> CallSizes:
-        """Return for each device the number of rows of each call that the forward pass makes."""
+        """Return for each device the number of rows of each call that the forward pass makes: by default one for each replica."""
+        return layout.per_device
 
     def global_batch(self, rows: PlacedRows) -> jax.Array:
         """Return the global batch while a step is traced."""
+        return global_batch(rows)
 
+    @abc.abstractmethod
     def forward(self, forward: SpmdForward, inputs: list[Any], placed: list[PlacedRows | None]) -> ReplicaResult:
         """Run the forward pass on joined inputs, ``(rows, …)``; ``placed`` are those that are on the devices already."""
 
@@ -115,9 +120,10 @@ class Executor(Protocol):
         Returns:
             Outputs, new values of the non-trainable variables, and losses.
         """
+        return call.make()
 
 
-class SpmdExecutor:
+class SpmdExecutor(Executor):
     """Runs one program on all devices; the compiler sees equal replicas of a device as one batch.
 
     Args:
@@ -223,10 +229,6 @@ class SpmdExecutor:
         with recompute_whole(call.model, self.placement, self.recompute):
             return call.make()
 
-    def global_batch(self, rows: PlacedRows) -> jax.Array:
-        """See :class:`Executor`."""
-        return global_batch(rows)
-
     def forward(self, forward: SpmdForward, inputs: list[Any], placed: list[PlacedRows | None]) -> ReplicaResult:
         """See :class:`Executor`."""
         arrays = [
@@ -247,7 +249,7 @@ class SpmdExecutor:
         return jax.lax.with_sharding_constraint(array, self.placement.row_sharding)
 
 
-class DeterministicExecutor:
+class DeterministicExecutor(Executor):
     """Runs programs with the same bits on any number of devices. Sharded variables are gathered before a step.
 
     Args:
@@ -280,10 +282,6 @@ class DeterministicExecutor:
 
         return _with_placement(run, self.placement, shardings, gate)
 
-    def partition_calls(self, layout: BatchLayout, trace: CallTrace) -> CallSizes:
-        """See :class:`Executor`: one call for each replica."""
-        return layout.per_device
-
     def global_batch(self, rows: PlacedRows) -> jax.Array:
         """See :class:`Executor`."""
         return rows.array
@@ -293,12 +291,8 @@ class DeterministicExecutor:
         forward = replace(forward, call=rewrite_for_cpu(forward.call, self.placement.platform))
         return forward_isolated(forward, inputs, self.placement)
 
-    def call_whole(self, call: ModelCall, placed: list[PlacedRows | None]) -> tuple[Any, list[Any], list[Any]]:
-        """See :class:`Executor`."""
-        return call.make()
 
-
-class EagerExecutor:
+class EagerExecutor(Executor):
     """Runs replicas one after the other on one device, without compiling: for debugging.
 
     Args:
@@ -322,21 +316,9 @@ class EagerExecutor:
 
         return run
 
-    def partition_calls(self, layout: BatchLayout, trace: CallTrace) -> CallSizes:
-        """See :class:`Executor`: one call for each replica."""
-        return layout.per_device
-
-    def global_batch(self, rows: PlacedRows) -> jax.Array:
-        """See :class:`Executor`."""
-        return global_batch(rows)
-
     def forward(self, forward: SpmdForward, inputs: list[Any], placed: list[PlacedRows | None]) -> ReplicaResult:
         """See :class:`Executor`."""
         return forward_eagerly(forward, [jnp.asarray(value) for value in inputs])
-
-    def call_whole(self, call: ModelCall, placed: list[PlacedRows | None]) -> tuple[Any, list[Any], list[Any]]:
-        """See :class:`Executor`."""
-        return call.make()
 
 
 class _PlacedState(tuple[Any, ...]):
