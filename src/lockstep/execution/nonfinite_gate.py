@@ -6,7 +6,7 @@ further steps, until it is opened: the host may read the result one step late, a
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -111,21 +111,11 @@ class _SelectionProgram:
         )
 
 
-class GatedStep:
-    """A compiled training step with a gate of its own.
+class GatedStep(NamedTuple):
+    """A compiled training step, which returns the state that its gate selected, and that gate."""
 
-    Args:
-        compile_with: function of the gate that compiles the step.
-        donated: see :class:`NonFiniteGate`.
-    """
-
-    def __init__(self, compile_with: Callable[[NonFiniteGate], Callable[[Any, Any], Any]], *, donated: bool) -> None:
-        self.gate = NonFiniteGate(donated=donated)
-        self._step = compile_with(self.gate)
-
-    def __call__(self, state: Any, batch: Any) -> tuple[Any, Any]:
-        """Return the logs, and the state that the gate selected."""
-        return self._step(state, batch)
+    step: Callable[[Any, Any], tuple[Any, Any]]
+    gate: NonFiniteGate
 
 
 def loss_logs(logs: Any) -> dict[str, Any]:

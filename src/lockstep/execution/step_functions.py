@@ -36,7 +36,7 @@ from lockstep.execution.call_splitter import (
 )
 from lockstep.execution.compiled_step import dispatch_lock
 from lockstep.execution.executors import EagerExecutor, Executor, SpmdExecutor
-from lockstep.execution.nonfinite_gate import GatedStep
+from lockstep.execution.nonfinite_gate import GatedStep, NonFiniteGate
 from lockstep.execution.spmd import SpmdForward
 from lockstep.execution.step_hooks import KerasStep, StepHook
 from lockstep.execution.step_loop import STATE, StepLoop, StepPrograms, first_result
@@ -133,8 +133,8 @@ class StepFunctions:
 
     def _compile_gated_step(self) -> GatedStep:
         executor = self._select_executor()
-        step = self.build_step(executor, "train")
-        return GatedStep(lambda gate: executor.compile(step, "train", gate), donated=executor is self.executor)
+        gate = NonFiniteGate(donated=executor is self.executor)
+        return GatedStep(executor.compile(self.build_step(executor, "train"), "train", gate), gate)
 
     def _compile_multi_step(self) -> KerasStep | None:
         executor = self._select_executor()

@@ -212,11 +212,11 @@ class StepGuard(StepHook):
         """Return logs and state of a training step, after the step before it was checked."""
         if self._pending is None:
             gated.gate.open()
-        logs, new = gated(state, batch)
+        logs, new = gated.step(state, batch)
         restored = self._check_pending(new)
         if restored is not None:
             gated.gate.open()
-            logs, new = gated(restored, batch)
+            logs, new = gated.step(restored, batch)
         flags = gated.gate.nonfinite
         flags.copy_to_host_async()
         self._state = new
