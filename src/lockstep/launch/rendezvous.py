@@ -1,7 +1,6 @@
 """Rendezvous of the supervisors of several nodes: node 0 runs the server, and each supervisor is a client."""
 
 import contextlib
-import ipaddress
 import os
 import signal
 import socket
@@ -13,7 +12,7 @@ from typing import Any
 
 from lockstep._errors import DONE, NO_PROGRESS, PEER_LOST, ClusterError, LockstepError
 from lockstep._logging import WaitLogger
-from lockstep.distributed.cluster.addresses import split_address
+from lockstep.distributed.cluster.addresses import host_of, split_address, unmapped
 from lockstep.distributed.cluster.env_reader import NetworkOptions
 from lockstep.distributed.control.admission import JoinRejection
 from lockstep.distributed.control.failure_detector import SuspendDetector
@@ -104,7 +103,7 @@ class RendezvousServer:
     def _on_join(self, connection: FramedSocket, peer: Peer) -> None:
         try:
             rejection = self._state.validate(peer)
-            node = None if rejection else NodeInfo.of(peer, _host_of(connection))
+            node = None if rejection else NodeInfo.of(peer, unmapped(host_of(connection.address)))
         except (LockstepError, TypeError, ValueError) as error:
             node, rejection = None, JoinRejection(f"{peer.process} sent an invalid description of its node ({error})")
         if node is not None:
@@ -152,14 +151,6 @@ class RendezvousServer:
         for to, message in messages:
             if to in self._connections:
                 self._connections[to].send(encode(message))
-
-
-def _host_of(connection: FramedSocket) -> str:
-    """Return the host of the other end; an IPv4 address that a dual-stack socket shows as IPv6 is returned as IPv4."""
-    host = split_address("address", connection.address)[0]
-    address = ipaddress.ip_address(host)
-    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
-    return host if mapped is None else str(mapped)
 
 
 _RETRY_SECONDS = 0.2

@@ -68,6 +68,13 @@ def is_loopback(host: str) -> bool:
         return host.lower() == "localhost" or host.lower().endswith(".localhost")
 
 
+def unmapped(ip_address: str) -> str:
+    """Return an IP address; an IPv4 address that a dual-stack socket shows as IPv6 is returned as IPv4."""
+    address = ipaddress.ip_address(ip_address)
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return ip_address if mapped is None else str(mapped)
+
+
 DEFAULT_PORT = 12421
 JOB_PORTS = range(16384, 32768)
 COORDINATOR = "LOCKSTEP_COORDINATOR"  # host:port of worker 0, instead of the scheduler's

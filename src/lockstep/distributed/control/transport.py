@@ -13,7 +13,6 @@ import functools
 import hashlib
 import heapq
 import hmac
-import ipaddress
 import itertools
 import json
 import os
@@ -30,7 +29,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lockstep._errors import MAX_WAIT_SECONDS, OptionError
-from lockstep.distributed.cluster.addresses import join_address
+from lockstep.distributed.cluster.addresses import is_loopback, join_address, unmapped
 
 MAX_BYTES = 16 * 2**20
 HANDSHAKE_BYTES = 2**16  # Limit of a message before the handshake is complete.
@@ -214,14 +213,8 @@ def is_local(connected: socket.socket) -> bool:
     if connected.family not in (socket.AF_INET, socket.AF_INET6):
         return True
     with contextlib.suppress(OSError):  # Closed already.
-        return all(_is_loopback(name[0]) for name in (connected.getsockname(), connected.getpeername()))
+        return all(is_loopback(unmapped(name[0])) for name in (connected.getsockname(), connected.getpeername()))
     return False
-
-
-def _is_loopback(host: str) -> bool:
-    address = ipaddress.ip_address(host)
-    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
-    return (mapped or address).is_loopback
 
 
 def limit_unacknowledged(connected: socket.socket, seconds: float) -> None:
