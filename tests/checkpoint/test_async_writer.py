@@ -54,7 +54,6 @@ def test_training_goes_on_while_one_is_written_and_another_waits(tmp_path):
         assert [thread.daemon for thread in threads(before)] == [True]
         gate.go.set()
         assert writer.wait()
-        assert writer.last_error is None
     assert writer.store.steps() == [1, 2]
     assert_equal(writer.store.newest(), small(2))
     assert threads(before) == []
@@ -106,7 +105,7 @@ def test_a_long_wait_is_told(tmp_path):
     assert writer.store.steps() == [1, 2, 3]
 
 
-def test_what_fails_is_told_and_kept_and_the_next_one_is_written(tmp_path, monkeypatch):
+def test_what_fails_is_told_and_the_next_one_is_written(tmp_path, monkeypatch):
     lines = []
     writer = writing_to(tmp_path, log=lines.append)
 
@@ -117,21 +116,17 @@ def test_what_fails_is_told_and_kept_and_the_next_one_is_written(tmp_path, monke
         patch.setattr(os, "fsync", full)
         writer.submit(1, lambda: small(1))
         assert writer.wait()
-    assert isinstance(writer.last_error, CheckpointError)
-    assert writer.last_error.errno == errno.ENOSPC
     assert lines[-1].startswith(
         f"the checkpoint of step 1 was not written, and training continues: {tmp_path}: the checkpoint of step 1 cannot be"
     )
     writer.submit(2, lambda: 1 / 0)
     assert writer.wait()
-    assert isinstance(writer.last_error, ZeroDivisionError)
     assert lines[-1].endswith("of step 2 was not written, and training continues: ZeroDivisionError: division by zero")
     writer.submit(3, lambda: sys.exit(3))
     assert writer.wait()
     assert lines[-1].endswith("of step 3 was not written, and training continues: SystemExit: 3")
     writer.submit(4, lambda: small(4))
     assert writer.close()
-    assert writer.last_error is None
     assert writer.store.steps() == [4]
     assert len(lines) == 3
 

@@ -26,9 +26,6 @@ class AsyncWriter:
         timeout_seconds: limit of each wait.
         log: takes a line for the user.
 
-    Attributes:
-        last_error: the error of the last write; None if it succeeded.
-
     Example:
         >>> import tempfile
         >>> from lockstep.checkpoint.serialization import Snapshot
@@ -50,7 +47,6 @@ class AsyncWriter:
         log: Callable[[str], None] = log_info,
     ) -> None:
         self.store = store
-        self.last_error: BaseException | None = None
         self._timeout, self._log = timeout_seconds, log
         self._changed = threading.Condition()
         self._waiting: Job | None = None
@@ -150,14 +146,12 @@ class AsyncWriter:
 
     def _run(self, job: Job | None) -> None:
         while job is not None:
-            self.last_error = self._write(*job)
+            self._write(*job)
             with self._changed:
                 job = self._next()
 
-    def _write(self, step: int, make_snapshot: Callable[[], Any]) -> BaseException | None:
+    def _write(self, step: int, make_snapshot: Callable[[], Any]) -> None:
         try:
             self.store.write_from(step, make_snapshot)
         except BaseException as error:  # Training continues after any error, and later checkpoints are written.
             self._log(f"the checkpoint of step {step} was not written, and training continues: {describe_error(error)}")
-            return error
-        return None

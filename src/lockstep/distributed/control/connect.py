@@ -40,7 +40,6 @@ def open_control_channel(
     group: WorkerGroup,
     identity: Mapping[str, Any],
     *,
-    information: Mapping[str, Any] | None = None,
     generation: int = 0,
     network: NetworkOptions = NO_SECRET,
     timeout_seconds: float = TIMEOUT_SECONDS,
@@ -57,7 +56,6 @@ def open_control_channel(
     Args:
         group: the workers. The chief, worker 0, listens at ``group.coordinator``; all others connect to it.
         identity: what must be equal on all workers, values of JSON: versions, the script's digest, options.
-        information: what the other workers see of this one, in :attr:`ControlClient.peers`.
         generation: how many times this job was restarted. Processes of an earlier start are refused.
         network: the workers prove to each other that they know its secret; without one, any process that reaches the port may join.
             Nothing is encrypted. It may also say at which address of this machine the chief listens.
@@ -74,7 +72,7 @@ def open_control_channel(
     Raises:
         ClusterError: a worker is missing, or differs in its identity; the same sentence on every worker. Or there is no secret, and
             the workers are on several machines.
-        OptionError: identity or information is not JSON, or too large; or a limit is out of its range.
+        OptionError: identity is not JSON, or too large; or a limit is out of its range.
     """
     me = Peer(
         index=group.index,
@@ -83,7 +81,6 @@ def open_control_channel(
         pid=os.getpid(),
         generation=generation,
         identity=as_json(identity),
-        information=as_json(information or {}),
         address=group.coordinator if group.is_chief else "",
     )
     join_request(me)  # Raises OptionError before any network use.

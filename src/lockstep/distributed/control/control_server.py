@@ -263,7 +263,7 @@ class ControlServer:
         self._started = True
         for worker in self._workers.values():
             worker.heard = worker.since = self._clock()
-        shared = ("index", "host", "pid", "address", "information")
+        shared = ("index", "host", "pid", "address")
         peers = [{name: vars(worker.peer)[name] for name in shared} for _, worker in sorted(self._workers.items())]
         self._send_all({"kind": "welcome", "peers": peers})
 

@@ -53,7 +53,7 @@ class Peer:
         pid: its process there.
         generation: how many times its job was restarted.
         identity: what must be equal on all workers.
-        information: for the other workers: any JSON.
+        information: more about it, for the server: any JSON.
         address: address of its end of the connection, as the chief sees it.
 
     Example:
