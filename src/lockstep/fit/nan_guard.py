@@ -32,15 +32,6 @@ NewestCheckpoint = Callable[
 ]  # number of steps, and the values of all but the metrics
 
 
-@dataclass(frozen=True)
-class NanGuardOptions:
-    """Options of a NanGuard; an object of its own, so that a checkpoint does not restore the options of an earlier run."""
-
-    action: str
-    max_in_a_row: int
-    max_rollbacks: int
-
-
 class NanGuard(keras.callbacks.Callback):
     """Keeps NaN and Inf out of the weights, and reports where they come from.
 
@@ -71,11 +62,9 @@ class NanGuard(keras.callbacks.Callback):
 
     def __init__(self, action: str = "stop", *, max_in_a_row: int = 10, max_rollbacks: int = 3) -> None:
         super().__init__()
-        self.options = NanGuardOptions(
-            one_of(ACTIONS, "NanGuard: action", action),
-            whole_number("NanGuard: max_in_a_row", max_in_a_row),
-            whole_number("NanGuard: max_rollbacks", max_rollbacks),
-        )
+        self.action = one_of(ACTIONS, "NanGuard: action", action)
+        self.max_in_a_row = whole_number("NanGuard: max_in_a_row", max_in_a_row)
+        self.max_rollbacks = whole_number("NanGuard: max_rollbacks", max_rollbacks)
         self.skipped = self.rollbacks = self.in_a_row = 0
         self.step_guard: StepGuard | None = None  # during a call of fit
 
@@ -125,12 +114,12 @@ class NanGuardHook:
 
 @contextmanager
 def _guarded(guard: NanGuard, context: FitContext) -> Iterator[None]:
-    if guard.options.action == "rollback" and context.checkpoint is None:
+    if guard.action == "rollback" and context.checkpoint is None:
         raise OptionError(
             'NanGuard("rollback") goes back to the newest checkpoint of a lockstep.callbacks.BackupAndRestore, and there is none among the '
             "callbacks of fit. Fix: add one, or take another action."
         )
-    if guard.options.action == "rollback" and any(map(_swaps_at_epoch_end, context.callbacks)):
+    if guard.action == "rollback" and any(map(_swaps_at_epoch_end, context.callbacks)):
         raise OptionError(
             'NanGuard("rollback") goes back to checkpoints, and with SwapEMAWeights(swap_on_epoch=True) those at the end of an epoch hold '
             'the averaged weights. Fix: NanGuard("skip"), or swap_on_epoch=False, which swaps for validations only.'
@@ -243,7 +232,7 @@ class StepGuard(StepHook):
 
     def allows_checkpoint(self) -> bool:
         """See :class:`StepHook`: a checkpoint counts the steps that were skipped, and none that ends the training or is rolled back."""
-        if self.guard.options.action != "rollback":
+        if self.guard.action != "rollback":
             self.check_last_step()
         return self._pending is None or not self._pending.bad()
 
@@ -268,13 +257,13 @@ class StepGuard(StepHook):
         return self._act(pending, bad, state)
 
     def _act(self, step: _PendingStep, bad: list[Any], state: Any) -> Any:
-        options, model = self.guard.options, self.functions.model
+        guard, model = self.guard, self.functions.model
         cause = self._diagnosis(step, state)
         text = (
             f"epoch {step.epoch + 1}, step {step.step_in_epoch + 1}: {describe_nonfinite(model, bad)} {cause.sentence}"
         )
         reason, found = self._reason_to_stop(), None
-        if options.action == "rollback" and reason is None:
+        if guard.action == "rollback" and reason is None:
             found = self.newest_checkpoint()
             reason = None if found else _NO_CHECKPOINT
         if reason is not None:
@@ -283,13 +272,13 @@ class StepGuard(StepHook):
                 *(step.epoch, step.step_in_epoch, cause.replicas, cause.layer, cause.variable, cause.rows),
             )
         if found is None:
-            self.guard.skipped += 1
-            self.log(f"NanGuard: {text} The step is left out, the {_ordinal(self.guard.skipped)} so far.")
+            guard.skipped += 1
+            self.log(f"NanGuard: {text} The step is left out, the {_ordinal(guard.skipped)} so far.")
             return state
-        self.guard.rollbacks += 1
+        guard.rollbacks += 1
         self.log(
             f"NanGuard: {text} Training goes back to the checkpoint of step {found[0]}, and continues with the next batch; this is rollback "
-            f"{self.guard.rollbacks} of at most {options.max_rollbacks}."
+            f"{guard.rollbacks} of at most {guard.max_rollbacks}."
         )
         trainable, non_trainable, optimizer = found[1]
         optimizer = trainer.keep_learning_rates(
@@ -304,17 +293,13 @@ class StepGuard(StepHook):
         return diagnose(self.functions, tuple(list(part) for part in state), step.batch)
 
     def _reason_to_stop(self) -> str | None:
-        options = self.guard.options
-        if options.action == "stop":
+        guard = self.guard
+        if guard.action == "stop":
             return 'To continue without such steps, use NanGuard("skip") or NanGuard("rollback").'
-        if self.guard.in_a_row >= options.max_in_a_row:
-            return (
-                f"It is the {_ordinal(self.guard.in_a_row)} such step in a row (max_in_a_row={options.max_in_a_row})."
-            )
-        if options.action == "rollback" and self.guard.rollbacks >= options.max_rollbacks:
-            return (
-                f"Training has gone back {self.guard.rollbacks} times already (max_rollbacks={options.max_rollbacks})."
-            )
+        if guard.in_a_row >= guard.max_in_a_row:
+            return f"It is the {_ordinal(guard.in_a_row)} such step in a row (max_in_a_row={guard.max_in_a_row})."
+        if guard.action == "rollback" and guard.rollbacks >= guard.max_rollbacks:
+            return f"Training has gone back {guard.rollbacks} times already (max_rollbacks={guard.max_rollbacks})."
         return None
 
 
