@@ -37,14 +37,10 @@ def rewrite_for_cpu(function: Callable[..., Any], platform: str = "cpu") -> Call
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
         leaves, structure = jax.tree.flatten((args, kwargs))
-
-        def flat(*values: Any) -> Any:
-            own_args, own_kwargs = jax.tree.unflatten(structure, values)
-            return function(*own_args, **own_kwargs)
-
         key = (structure, *map(jax.typeof, leaves))
         if key not in traces:
-            traces[key] = jax.make_jaxpr(flat, return_shape=True)(*leaves)
+            traced = functools.partial(function)  # A new one, as JAX keeps the traces of each function.
+            traces[key] = jax.make_jaxpr(traced, return_shape=True)(*args, **kwargs)
         closed, shapes = traces[key]
         has_any = platform == "cpu" and _has_rewrite(closed)
         results = evaluate(closed, leaves, _rewrite) if has_any else jaxpr_as_fun(closed)(*leaves)

@@ -42,12 +42,9 @@ def constrain_partitioning(step: Step, mesh: Mesh) -> Step:
 
     @functools.wraps(step)
     def run(state: Any, batch: Any) -> tuple[Any, Any]:
-        leaves, structure = jax.tree.flatten((state, batch))
-
-        def flat(*values: Any) -> Any:
-            return step(*jax.tree.unflatten(structure, values))
-
-        closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*leaves)
+        traced = functools.partial(step)  # A new one, as JAX keeps the traces of each function.
+        closed, shapes = jax.make_jaxpr(traced, return_shape=True)(state, batch)
+        leaves = jax.tree.leaves((state, batch))
         found = (
             _evaluate(closed, leaves, mesh)
             if _is_divided_wrongly(closed.jaxpr, mesh)
