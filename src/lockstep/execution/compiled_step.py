@@ -89,7 +89,7 @@ class CompiledTrainStep:
 
     def trace_for(self, state: Any, batch: Any) -> jax.stages.Traced:
         """Trace the step for a state and a batch of these shapes."""
-        types = jax.tree.map(jax.typeof, tuple(list(part) for part in state))
+        types = jax.tree.map(jax.typeof, state_lists(state))
         described = jax.tree.map(_described, types, jax.tree.broadcast(self._shardings(state), types))
         traced: jax.stages.Traced = self._jit(state).trace(described, batch)
         return traced
@@ -105,7 +105,7 @@ class CompiledTrainStep:
 
     def _run(self, state: Any, batch: Any) -> tuple[Any, Any]:
         result, new = self._step(state, batch)
-        return result, tuple(list(part) for part in new) if self._donated else tuple(state_changes(state, new))
+        return result, state_lists(new) if self._donated else tuple(state_changes(state, new))
 
 
 def _described(of_type: Any, sharding: Any) -> jax.ShapeDtypeStruct:

@@ -5,7 +5,7 @@ states. So the compiler cannot change the bits of a guarded step. A gate that ha
 further steps, until it is opened: the host may read the result one step late, and the state before the non-finite step is still there.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,6 +15,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from lockstep.devices.names import platform_of
+from lockstep.execution.compiled_step import Step, state_lists
 from lockstep.execution.jaxpr_utils import is_inexact
 
 _CHECKED_PARTS = 3  # parts of the state: trainable, non-trainable and the optimizer's; metrics may be non-finite
@@ -54,7 +55,7 @@ class NonFiniteGate:
             new: the state after it, which may be donated.
             logs: logs of the step.
         """
-        new = tuple(list(part) for part in new)
+        new = state_lists(new)
         changed = tuple((p, n) for p, part in enumerate(new) for n, value in enumerate(part) if value is not old[p][n])
         old_values, new_values = [old[p][n] for p, n in changed], [new[p][n] for p, n in changed]
         losses = loss_logs(logs)
@@ -114,7 +115,7 @@ class _SelectionProgram:
 class GatedStep(NamedTuple):
     """A compiled training step, which returns the state that its gate selected, and that gate."""
 
-    step: Callable[[Any, Any], tuple[Any, Any]]
+    step: Step
     gate: NonFiniteGate
 
 

@@ -34,11 +34,11 @@ from lockstep.execution.call_splitter import (
     split,
     trace_call,
 )
-from lockstep.execution.compiled_step import dispatch_lock
+from lockstep.execution.compiled_step import Step, dispatch_lock
 from lockstep.execution.executors import EagerExecutor, Executor, SpmdExecutor
 from lockstep.execution.nonfinite_gate import GatedStep, NonFiniteGate
 from lockstep.execution.spmd import SpmdForward
-from lockstep.execution.step_hooks import KerasStep, StepHook
+from lockstep.execution.step_hooks import StepHook
 from lockstep.execution.step_loop import STATE, StepLoop, StepPrograms, first_result
 
 _in_step = ContextVar("_in_step", default=False)
@@ -127,7 +127,7 @@ class StepFunctions:
         functions = [getattr(self.model, f"{kind}_function") for kind in STATE]
         return [function for function in functions if isinstance(function, StepLoop)]
 
-    def _compile_step(self, kind: str) -> KerasStep:
+    def _compile_step(self, kind: str) -> Step:
         executor = self._select_executor()
         return executor.compile(self.build_step(executor, kind), kind)
 
@@ -136,7 +136,7 @@ class StepFunctions:
         gate = NonFiniteGate(donated=executor is self.executor)
         return GatedStep(executor.compile(self.build_step(executor, "train"), "train", gate), gate)
 
-    def _compile_multi_step(self) -> KerasStep | None:
+    def _compile_multi_step(self) -> Step | None:
         executor = self._select_executor()
         if not isinstance(executor, SpmdExecutor) or not executor.scans_steps:
             return None
@@ -149,7 +149,7 @@ class StepFunctions:
         self.log(f"it is not compiled, so its replicas run one after the other, on {device_name(device)}")
         return EagerExecutor(device)
 
-    def build_step(self, executor: Executor, kind: str) -> KerasStep:
+    def build_step(self, executor: Executor, kind: str) -> Step:
         """Return the step of ``kind`` whose forward passes are run by ``executor``, to be compiled."""
         keras_step = _keras_step(self.model, kind)
 
@@ -329,7 +329,7 @@ def _warnings(shown: bool) -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext() if shown else warnings.catch_warnings(action="ignore")
 
 
-def _keras_step(model: keras.Model, kind: str) -> KerasStep:
+def _keras_step(model: keras.Model, kind: str) -> Step:
     if kind == "train":
         return model.train_step
     if kind == "test":

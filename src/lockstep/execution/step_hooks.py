@@ -8,9 +8,8 @@ from typing import Any
 
 import keras
 
+from lockstep.execution.compiled_step import Step
 from lockstep.execution.nonfinite_gate import GatedStep
-
-KerasStep = Callable[[Any, Any], tuple[Any, Any]]  # (state, data) -> (logs or outputs, state)
 
 
 class StepHook:
@@ -34,7 +33,7 @@ class StepHook:
     def on_step_start(self, model: keras.Model, kind: str, batch: Any) -> None:
         """Called before a step of ``kind`` ("train", "test" or "predict") is started, or compiled first."""
 
-    def replaced_step(self, gated_step: Callable[[], GatedStep]) -> KerasStep | None:
+    def replaced_step(self, gated_step: Callable[[], GatedStep]) -> Step | None:
         """Return a function that does the next training step in place of the compiled step; None: keep the compiled step.
 
         Args:

@@ -16,9 +16,9 @@ import keras
 
 from lockstep._keras import trainer
 from lockstep.data.keras_adapter import next_batch
-from lockstep.execution.compiled_step import are_lost, state_lists
+from lockstep.execution.compiled_step import Step, are_lost, state_lists
 from lockstep.execution.nonfinite_gate import GatedStep
-from lockstep.execution.step_hooks import KerasStep, StepHook
+from lockstep.execution.step_hooks import StepHook
 
 STATE = {
     "train": trainer.STATE_KINDS,
@@ -43,7 +43,7 @@ class StepPrograms:
         multi_step: returns a program for several training steps at once, and compiles it when it is first called; None: there is none.
     """
 
-    step: KerasStep
+    step: Step
     gated: Callable[[], GatedStep]
     multi_step: Callable[[], MultiStep | None]
 
@@ -120,14 +120,14 @@ class StepLoop:
             return self._programs.multi_step()
         return None
 
-    def _replaced_step(self) -> KerasStep | None:
+    def _replaced_step(self) -> Step | None:
         if self._kind != "train":
             return None
         gated = self._programs.gated
         return first_result(functools.partial(hook.replaced_step, gated) for hook in reversed(self._hooks()))
 
 
-def scan_steps(step: KerasStep) -> MultiStep:
+def scan_steps(step: Step) -> MultiStep:
     """Return a training step as a function of several batches of equal shapes, with one ``lax.scan``; it returns the logs of the last."""
 
     def steps(state: Any, batches: Any) -> tuple[Any, Any]:

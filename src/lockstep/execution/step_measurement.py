@@ -15,7 +15,7 @@ import keras
 
 from lockstep._keras import trainer
 from lockstep.devices.placement import Placement
-from lockstep.execution.compiled_step import Step, dispatch_lock, without_aliases
+from lockstep.execution.compiled_step import Step, dispatch_lock, state_lists, without_aliases
 from lockstep.execution.executors import Executor, SpmdExecutor
 from lockstep.execution.step_functions import StepFunctions
 
@@ -115,4 +115,4 @@ def median_step_seconds(step: Step, state: Any, batch: Any, steps: int) -> float
 
 def copies(state: Any) -> Any:
     """Return a copy of a state, which a step may donate."""
-    return tuple(list(part) for part in jax.tree.map(jnp.copy, without_aliases(state)))
+    return state_lists(jax.tree.map(jnp.copy, without_aliases(state)))

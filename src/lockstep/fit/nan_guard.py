@@ -16,6 +16,7 @@ import numpy as np
 
 from lockstep._errors import NonFiniteError, OptionError, one_of, outside_of_strategy, whole_number
 from lockstep._keras import trainer
+from lockstep.execution.compiled_step import state_lists
 from lockstep.execution.nonfinite_gate import GatedStep
 from lockstep.execution.step_functions import StepFunctions
 from lockstep.execution.step_hooks import StepHook
@@ -290,7 +291,7 @@ class StepGuard(StepHook):
         if self._diagnoses >= _MAX_DIAGNOSES and self._reason_to_stop() is None:
             return Diagnosis(f"It was not run again to find the cause, as the first {_MAX_DIAGNOSES} were.")
         self._diagnoses += 1
-        return diagnose(self.functions, tuple(list(part) for part in state), step.batch)
+        return diagnose(self.functions, state_lists(state), step.batch)
 
     def _reason_to_stop(self) -> str | None:
         guard = self.guard
