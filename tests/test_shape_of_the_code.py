@@ -2,9 +2,12 @@
 
 import ast
 import functools
+import importlib
 import importlib.util
+import inspect
 import re
 import statistics
+import types
 from collections import Counter, defaultdict
 from pathlib import Path
 
@@ -41,6 +44,27 @@ def test_functions_are_short():
     assert statistics.median(lengths) <= 9
     assert lengths[len(lengths) * 9 // 10] <= 30
     assert longest[1] <= 45, longest
+
+
+def test_public_methods_have_a_docstring_which_may_be_inherited():
+    names = [".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts) for path in FILES]
+    modules = [importlib.import_module(name) for name in names if not name.endswith("__main__")]
+    classes = {kind for module in modules for kind in vars(module).values() if inspect.isclass(kind)}
+    own = [kind for kind in classes if kind.__module__.startswith("lockstep.") and not kind.__name__.startswith("_")]
+    methods = [(kind, name) for kind in own for name in vars(kind) if not name.startswith("_")]
+    without = [f"{kind.__qualname__}.{name}" for kind, name in methods if is_method(kind, name) and not doc(kind, name)]
+    assert len(methods) > 500
+    assert not without
+
+
+def is_method(kind, name):
+    return isinstance(
+        vars(kind)[name], types.FunctionType | property | functools.cached_property | classmethod | staticmethod
+    )
+
+
+def doc(kind, name):
+    return any(getattr(vars(each).get(name), "__doc__", None) for each in kind.__mro__)
 
 
 @pytest.mark.parametrize(

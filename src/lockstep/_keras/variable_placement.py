@@ -49,7 +49,6 @@ class MultiProcessVariable(keras.Variable):
 
     @property
     def value(self) -> Any:
-        """See Keras."""
         return super().value if self._whole is None or in_stateless_scope() else jnp.asarray(self._whole)
 
     def __array__(self, dtype: Any = None) -> np.ndarray:

@@ -284,7 +284,6 @@ class PerReplicaDataset(DistributedDataset):
             yield batch
 
     def give_back(self, batches: list[Any]) -> None:
-        """See :class:`InputSource`."""
         self._source.give_back([drawn for known, drawn in self._recent if any(known is batch for batch in batches)])
 
 
@@ -297,23 +296,19 @@ class _PerReplicaIterator(WrappedSource):
 
     @property
     def num_batches(self) -> int | None:
-        """See :class:`InputSource`."""
         batches = self._source.num_batches
         return None if batches is None else -(-batches // self._replicas)
 
     def batches(self) -> Iterator[Any]:
-        """See :class:`InputSource`."""
         batches = self._source.batches()
         while drawn := _read(batches, self._replicas):
             check_structures("distribute_datasets_from_function", drawn)
             yield _pad_with_empty(drawn, self._replicas, drawn[0])
 
     def set_limit(self, number: float) -> None:
-        """See :class:`InputSource`."""
         self._source.set_limit(number * self._replicas)
 
     def give_back(self, batches: list[Any]) -> None:
-        """See :class:`InputSource`."""
         self._source.give_back([batch for drawn in batches for batch in drawn if _rows(batch)])
 
 
@@ -332,7 +327,6 @@ class _ProcessGroupIterator(_PerReplicaIterator):
         return
 
     def batches(self) -> Iterator[Any]:
-        """See :class:`InputSource`."""
         batches, gather = self._source.batches(), self._new_gather()
         try:
             while drawn := self._agree_on_batches(_read(batches, self._replicas), gather):

@@ -83,21 +83,17 @@ class CachedSource(WrappedSource):
 
     @property
     def has_hooks(self) -> bool:  # type: ignore[override]  # What is kept is the first pass.
-        """See :class:`InputSource`."""
         return self._kept is None and self._source.has_hooks
 
     @property
     def restarts(self) -> bool:  # type: ignore[override]  # It restarts once all batches are kept.
-        """See :class:`InputSource`."""
         return self._kept is not None or self._source.restarts
 
     @property
     def num_batches(self) -> int | None:
-        """See :class:`InputSource`."""
         return self._source.num_batches if self._kept is None else self._kept
 
     def batches(self) -> Iterator[Any]:
-        """See :class:`InputSource`."""
         self._fill_as_before()
         yield from self._read() if self._kept is None else self._store
 
@@ -151,18 +147,15 @@ class CachedSource(WrappedSource):
         return super().order_state() if self.cache_state() is None else None
 
     def give_back(self, batches: list[Any]) -> None:
-        """See :class:`InputSource`."""
         if self._kept is None:
             self._source.give_back(batches)
 
     def begin_epoch(self) -> None:
-        """See :class:`InputSource`."""
         self._fill_as_before()
         self._record_hook("begin")
         super().begin_epoch()
 
     def end_epoch(self) -> None:
-        """See :class:`InputSource`."""
         self._fill_as_before()
         self._record_hook("end")
         super().end_epoch()
@@ -172,15 +165,12 @@ class CachedSource(WrappedSource):
             self._hooks.append([kind, capture_random_state()])
 
     def track_cache(self, earlier: dict[str, Any] | None) -> None:
-        """See :class:`InputSource`."""
         self._is_tracked, self._earlier = True, earlier
 
     def cache_state(self) -> dict[str, Any] | None:
-        """See :class:`InputSource`."""
         return self._state or self._earlier
 
     def close(self) -> None:
-        """See :class:`InputSource`."""
         self._store.clear()
 
 
@@ -204,11 +194,9 @@ class DeviceSource(InputSource):
 
     @property
     def num_batches(self) -> int | None:
-        """See :class:`InputSource`."""
         return self._numbers.num_batches
 
     def batches(self) -> Iterator[Any]:
-        """See :class:`InputSource`."""
         for numbers in self._numbers.batches():
             yield self._placement.select(self._data, np.asarray(numbers))
 

@@ -31,7 +31,6 @@ class UnreadBatchCounter(WrappedSource):
         self._first: Any = None
 
     def batches(self) -> Iterator[Any]:
-        """See :class:`InputSource`."""
         read = self._source.batch_reader()  # Also draws the order, as in the other processes.
         if self._first is None and read is not None:
             self._first = read(0)

@@ -142,49 +142,38 @@ class WrappedSource(InputSource):
 
     @property
     def has_hooks(self) -> bool:  # type: ignore[override]
-        """See :class:`InputSource`."""
         return self._source.has_hooks
 
     @property
     def restarts(self) -> bool:  # type: ignore[override]
-        """See :class:`InputSource`."""
         return self._source.restarts
 
     @property
     def num_batches(self) -> int | None:
-        """See :class:`InputSource`."""
         return self._source.num_batches
 
     def batches(self) -> Iterator[Any]:
-        """See :class:`InputSource`."""
         return self._source.batches()
 
     def set_limit(self, number: float) -> None:
-        """See :class:`InputSource`."""
         self._source.set_limit(number)
 
     def order_state(self) -> dict[str, Any] | None:
-        """See :class:`InputSource`."""
         return self._source.order_state()
 
     def restore_order(self, state: dict[str, Any] | None) -> None:
-        """See :class:`InputSource`."""
         self._source.restore_order(state)
 
     def give_back(self, batches: list[Any]) -> None:
-        """See :class:`InputSource`."""
         self._source.give_back(batches)
 
     def begin_epoch(self) -> None:
-        """See :class:`InputSource`."""
         self._source.begin_epoch()
 
     def end_epoch(self) -> None:
-        """See :class:`InputSource`."""
         self._source.end_epoch()
 
     def close(self) -> None:
-        """See :class:`InputSource`."""
         self._source.close()
 
 
@@ -204,20 +193,16 @@ class AdapterSource(InputSource):
 
     @property
     def num_batches(self) -> int | None:
-        """See :class:`InputSource`."""
         return self._adapter.num_batches
 
     def batches(self) -> Iterator[Any]:
-        """See :class:`InputSource`."""
         batches = self._shuffled.noted(iter(self._adapter.get_jax_iterator()))
         return _copied(batches) if trainer.may_reuse_memory(self._adapter) else batches
 
     def begin_epoch(self) -> None:
-        """See :class:`InputSource`."""
         self._adapter.on_epoch_begin()
 
     def end_epoch(self) -> None:
-        """See :class:`InputSource`."""
         self._adapter.on_epoch_end()
 
 
@@ -238,11 +223,9 @@ class _UserCodeSource(InputSource):
         return itertools.islice(self._made(), number, None)
 
     def batches(self) -> Iterator[Any]:
-        """See :class:`InputSource`."""
         return self._copied(self._made_from(0))
 
     def batches_from(self, number: int) -> Iterator[Any]:
-        """See :class:`InputSource`."""
         return self._copied(self._made_from(number))
 
     def _picking(self, made: Callable[[int], Any]) -> Callable[[int], Any]:
@@ -260,7 +243,6 @@ class _LeftoverSource(_UserCodeSource):
         self._pending = pending
 
     def batches(self) -> Iterator[Any]:
-        """See :class:`InputSource`."""
         while self._pending:
             yield self._pending.popleft()
         yield from super().batches()
@@ -268,7 +250,6 @@ class _LeftoverSource(_UserCodeSource):
     batches_from = InputSource.batches_from  # Leftovers come first, so a pass cannot begin at a number.
 
     def give_back(self, batches: list[Any]) -> None:
-        """See :class:`InputSource`."""
         self._pending.extendleft(reversed(batches))
 
 
@@ -304,7 +285,6 @@ class GeneratorSource(_LeftoverSource):
         self._yielded = False  # The next pass, if there is one, is empty.
 
     def give_back(self, batches: list[Any]) -> None:
-        """See :class:`InputSource`."""
         super().give_back(batches)
         self._yielded = self._yielded or bool(batches)
 
@@ -330,7 +310,6 @@ class DatasetSource(_UserCodeSource):
 
     @property
     def num_batches(self) -> int | None:
-        """See :class:`InputSource`."""
         return self._dataset.num_batches
 
     def _made_from(self, number: int) -> Iterator[Any]:
@@ -340,7 +319,6 @@ class DatasetSource(_UserCodeSource):
         return (self._standard(batch) for batch in read)
 
     def batch_reader(self) -> Callable[[int], Any]:
-        """See :class:`InputSource`."""
         order = None if self.num_batches is None else list(self._order())
 
         def batch(number: int) -> Any:
@@ -362,7 +340,6 @@ class DatasetSource(_UserCodeSource):
         return iter(order)
 
     def set_limit(self, number: float) -> None:
-        """See :class:`InputSource`."""
         self._limit = number
 
     def _read(self, order: Iterator[int], asked: int) -> Iterator[Any]:
@@ -412,11 +389,9 @@ class DatasetSource(_UserCodeSource):
             )
 
     def begin_epoch(self) -> None:
-        """See :class:`InputSource`."""
         self._dataset.on_epoch_begin()
 
     def end_epoch(self) -> None:
-        """See :class:`InputSource`."""
         self._dataset.on_epoch_end()
 
 
@@ -444,7 +419,6 @@ class CallableSource(_UserCodeSource):
             yield tuple(batch) if isinstance(batch, list) else batch
 
     def batch_reader(self) -> Callable[[int], Any]:
-        """See :class:`InputSource`."""
         return self._picking(lambda number: next(self._made_from(number)))
 
 
@@ -467,7 +441,6 @@ class IterableSource(_LeftoverSource):
 
     @property
     def num_batches(self) -> int | None:
-        """See :class:`InputSource`."""
         known = length_hint(self._iterable, -1) if self.restarts else -1
         return known if known >= 0 else None
 

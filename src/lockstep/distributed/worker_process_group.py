@@ -86,19 +86,15 @@ class WorkerProcessGroup(ProcessGroup):
                 self.end_steps()
 
     def end_steps(self) -> None:
-        """See the base class."""
         self._client.report_program()
 
     def saving(self) -> AbstractContextManager[None]:
-        """See the base class."""
         return self._client.saving()
 
     def end_together(self) -> None:
-        """See the base class."""
         self._client.ends_with_others = True
 
     def make_batch_check(self, name: str, num_batches: Callable[[], int | None]) -> Callable[[], "BatchComparison"]:
-        """See the base class."""
         return self._for_each_pass(BatchComparison, f"input {next(self._inputs)}", name, num_batches)
 
     def broadcast_from_chief(self, found: Any) -> Any:
@@ -115,23 +111,18 @@ class WorkerProcessGroup(ProcessGroup):
     def all_gather(
         self, topic: str, value: Any, *, channel: str | None = None, timeout_seconds: float | None = None
     ) -> list[Any]:
-        """See the base class."""
         return self._client.gather(topic, value, channel=channel or MAIN, timeout_seconds=timeout_seconds)
 
     def agree(self, topic: str, value: Any) -> None:
-        """See the base class."""
         self._client.agree(topic, value)
 
     def compare_batch(self, call: str, number: int, batch: Any) -> None:
-        """See the base class."""
         compare_batch(self._client, call, number, batch)
 
     def worker_statuses(self) -> list[WorkerStatus]:
-        """See the base class."""
         return self._client.heartbeats()
 
     def make_batch_gather(self, name: str) -> Callable[[], "_WorkerBatchGather"]:
-        """See the base class."""
         return self._for_each_pass(_WorkerBatchGather, f"own input {next(self._inputs)}", name)
 
     def _for_each_pass(self, kind: Callable[..., Any], channel: str, *options: Any) -> Callable[[], Any]:
@@ -148,7 +139,6 @@ class _EpochEnd(keras.callbacks.Callback):
         self._group = group
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """See Keras."""
         self._group.end_steps()
 
 
@@ -329,22 +319,18 @@ class ProgressReporter(StepHook):
         self._seen: set[Any] = set()
 
     def on_fetch(self) -> None:
-        """See :class:`StepHook`."""
         self._client.report(self._steps, "data")
 
     def on_step_start(self, model: keras.Model, kind: str, batch: Any) -> None:
-        """See :class:`StepHook`."""
         self._steps += 1
         shape = (id(model), kind, *(_kind(leaf) for leaf in jax.tree.leaves(batch, is_leaf=is_rows)))
         self._client.report(self._steps, "step" if shape in self._seen else "compiling")
         self._seen.add(shape)
 
     def on_pause(self) -> None:
-        """See :class:`StepHook`."""
         self._client.report(self._steps, "compiling")
 
     def on_step_end(self, model: keras.Model, kind: str, state: Any, logs: Any) -> None:
-        """See :class:`StepHook`."""
         self._client.report(self._steps, "step")
         if kind != "train" or not self._check_every:
             return

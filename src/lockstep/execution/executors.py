@@ -148,7 +148,6 @@ class SpmdExecutor(Executor):
         return self.placement.platform != "cpu"
 
     def compile(self, step: Step, kind: str, gate: NonFiniteGate | None = None) -> Step:
-        """See :class:`Executor`."""
         run = self.train_step(step, gate) if kind == "train" else self.read_only_step(step, kind)
         placed = _with_placement(run, self.placement, self.state_shardings, gate)
 
@@ -225,12 +224,10 @@ class SpmdExecutor(Executor):
         return state_shardings(state, self.placement, self.shard)
 
     def call_whole(self, call: ModelCall, placed: list[PlacedRows | None]) -> tuple[Any, list[Any], list[Any]]:
-        """See :class:`Executor`."""
         with recompute_whole(call.model, self.placement, self.recompute):
             return call.make()
 
     def forward(self, forward: SpmdForward, inputs: list[Any], placed: list[PlacedRows | None]) -> ReplicaResult:
-        """See :class:`Executor`."""
         arrays = [
             leaf.array if leaf is not None else self._place(value, forward.layout)
             for value, leaf in zip(inputs, placed, strict=True)
@@ -265,7 +262,6 @@ class DeterministicExecutor(Executor):
         self.eager_device = placement.first_local_device
 
     def compile(self, step: Step, kind: str, gate: NonFiniteGate | None = None) -> Step:
-        """See :class:`Executor`."""
         program = ProgramPartition(step, self.placement, donated=kind == "train" and gate is None)
         replicated = self.placement.replicated
 
@@ -283,11 +279,9 @@ class DeterministicExecutor(Executor):
         return _with_placement(run, self.placement, shardings, gate)
 
     def global_batch(self, rows: PlacedRows) -> jax.Array:
-        """See :class:`Executor`."""
         return rows.array
 
     def forward(self, forward: SpmdForward, inputs: list[Any], placed: list[PlacedRows | None]) -> ReplicaResult:
-        """See :class:`Executor`."""
         forward = replace(forward, call=rewrite_for_cpu(forward.call, self.placement.platform))
         return forward_isolated(forward, inputs, self.placement)
 
@@ -306,7 +300,6 @@ class EagerExecutor(Executor):
         self.eager_device = device
 
     def compile(self, step: Step, kind: str, gate: NonFiniteGate | None = None) -> Step:
-        """See :class:`Executor`."""
 
         def run(state: Any, batch: Any) -> tuple[Any, Any]:
             with jax.default_device(self.eager_device):
@@ -317,7 +310,6 @@ class EagerExecutor(Executor):
         return run
 
     def forward(self, forward: SpmdForward, inputs: list[Any], placed: list[PlacedRows | None]) -> ReplicaResult:
-        """See :class:`Executor`."""
         return forward_eagerly(forward, [jnp.asarray(value) for value in inputs])
 
 
@@ -376,7 +368,6 @@ class CentralExecutor(SpmdExecutor):
         self.eager_device, self._home, self._model = home, SingleDeviceSharding(home), model
 
     def compile(self, step: Step, kind: str, gate: NonFiniteGate | None = None) -> Step:
-        """See :class:`Executor`."""
         run = self._train(step, gate) if kind == "train" else self._evaluate(step, kind)
 
         def placed(state: Any, batch: Any) -> tuple[Any, Any]:
@@ -475,12 +466,10 @@ class ModelParallelExecutor(SpmdExecutor):
         self.shardings, self._resolve, self._log = shardings, resolve, log
 
     def prepare(self, batch: Any) -> None:
-        """See :class:`SpmdExecutor`."""
         if not self.shardings.is_resolved:
             self._resolve(batch[0] if isinstance(batch, (tuple, list)) else batch)
 
     def state_shardings(self, state: Any) -> Any:
-        """See :class:`Executor`."""
         return self.shardings.of_state(state)
 
     def global_batch(self, rows: PlacedRows) -> jax.Array:
@@ -489,7 +478,6 @@ class ModelParallelExecutor(SpmdExecutor):
         return array if rows.layout.is_full else self._on_all(array)
 
     def call_whole(self, call: ModelCall, placed: list[PlacedRows | None]) -> tuple[Any, list[Any], list[Any]]:
-        """See :class:`Executor`."""
         call = replace(call, function=functools.partial(self._call_sharded, call.model, call.function))
         layout = self.placement.layout(call.rows) if call.rows else None
         if layout is None or layout.is_full:

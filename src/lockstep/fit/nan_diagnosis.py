@@ -422,7 +422,6 @@ class _ReplayExecutor(EagerExecutor):
         return rows.array
 
     def forward(self, forward: SpmdForward, inputs: list[Any], placed: list[PlacedRows | None]) -> ReplicaResult:
-        """See :class:`Executor`."""
         numbers = itertools.count()  # Replicas without rows are the last ones.
 
         def call(*values: Any, **options: Any) -> ReplicaResult:

@@ -195,7 +195,6 @@ class StepGuard(StepHook):
     _diagnoses: int = 0
 
     def replaced_step(self, gated_step: Callable[[], GatedStep]) -> Callable[[Any, Any], tuple[Any, Any]]:
-        """See :class:`StepHook`."""
         return functools.partial(self.step, gated_step())
 
     def step(self, gated: GatedStep, state: Any, batch: Any) -> tuple[Any, Any]:

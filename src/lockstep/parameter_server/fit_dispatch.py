@@ -61,7 +61,6 @@ class ChiefFitDispatch(ProcessGroup):
         )
 
     def run_call(self, model: keras.Model, call: str, arguments: dict[str, Any], proceed: Callable[[], Any]) -> Any:
-        """See :class:`lockstep.data.process_group.ProcessGroup`."""
         if call == "predict" or self._is_nested:
             return proceed()
         self._is_nested = True
@@ -163,7 +162,6 @@ class WorkerFitDispatch(ProcessGroup):
         )
 
     def run_call(self, model: keras.Model, call: str, arguments: dict[str, Any], proceed: Callable[[], Any]) -> Any:
-        """See :class:`lockstep.data.process_group.ProcessGroup`."""
         if call == "fit" and self.scheduler.is_in_function:
             raise ScopeError(
                 "A scheduled function cannot call fit. Fix: use train_on_batch in it, or call fit in the loop that schedules it."

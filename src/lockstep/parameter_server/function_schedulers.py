@@ -109,7 +109,6 @@ class ChiefScheduler(SchedulerBase):
                 self._client.close()
 
     def schedule(self, function: Callable[..., Any], arguments: Arguments) -> Outcome:
-        """See :class:`SchedulerBase`."""
         self.begin()
         self._broadcast_changes()
         outcome: Outcome = Outcome()
@@ -120,7 +119,6 @@ class ChiefScheduler(SchedulerBase):
         return outcome
 
     def join(self) -> None:
-        """See :class:`SchedulerBase`."""
         if self.is_open:
             self._sync_variables()
             self._dispatcher.publish_sync_point({}, weights=weights_of(self._model))
@@ -141,7 +139,6 @@ class ChiefScheduler(SchedulerBase):
         return found
 
     def fetch(self, outcomes: Sequence[Outcome | None]) -> list[Any]:
-        """See :class:`SchedulerBase`."""
         self.begin()
         own = [outcome for outcome in outcomes if outcome is not None]
         self._dispatcher.wait_until(lambda: all(outcome.done() for outcome in own))
@@ -150,7 +147,6 @@ class ChiefScheduler(SchedulerBase):
         return found
 
     def evaluate(self, data: KerasInput, proceed: Callable[[], Any]) -> Any:
-        """See :class:`SchedulerBase`."""
         data.track_state(None)  # Else it does not keep its hooks.
         try:
             found = proceed()
@@ -282,30 +278,25 @@ class WorkerScheduler(SchedulerBase):
         return run_tasks(self._task_client, self._call, self._run_task, self._runner.pause)
 
     def schedule(self, function: Callable[..., Any], arguments: Arguments) -> None:
-        """See :class:`SchedulerBase`."""
         self.begin()
         if self._runner is not None:
             self._functions[self._scheduled] = function, arguments
         self._scheduled += 1
 
     def join(self) -> None:
-        """See :class:`SchedulerBase`."""
         if self.is_open:
             set_weights(self._model, self._wait_for_sync_point().arrays)
             self._functions.clear()
 
     def done(self) -> bool:
-        """See :class:`SchedulerBase`."""
         return not self.is_open or bool(self._wait_for_sync_point().what["value"])
 
     def fetch(self, outcomes: Sequence[Outcome | None]) -> list[Any]:
-        """See :class:`SchedulerBase`."""
         self.begin()
         found: list[Any] = decode_result(self._wait_for_sync_point().arrays)
         return found
 
     def evaluate(self, data: KerasInput, proceed: Callable[[], Any]) -> Any:
-        """See :class:`SchedulerBase`."""
         reached = self._wait_for_sync_point()
         if "error" in reached.what:
             raise ClusterError(f"the chief's evaluate has failed: {reached.what['error']}", USER_ERROR)
@@ -313,17 +304,14 @@ class WorkerScheduler(SchedulerBase):
         return decode_result(reached.arrays)
 
     def pull(self, model: keras.Model) -> list[np.ndarray]:
-        """See :class:`SchedulerBase`."""
         return self._runner_for("pull").pull(model)
 
     def newest_values(self, model: keras.Model) -> AbstractContextManager[None]:
-        """See :class:`SchedulerBase`."""
         if self._runner is not None and self.is_in_function and model is self._model:
             return self._runner.newest_values()
         return nullcontext()
 
     def push(self, model: keras.Model, gradients: Sequence[Any]) -> None:
-        """See :class:`SchedulerBase`."""
         self._runner_for("push").push(model, gradients)
 
     def _runner_for(self, method: str) -> "FunctionRunner":

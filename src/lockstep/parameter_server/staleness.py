@@ -125,7 +125,6 @@ class StalenessMetrics(keras.callbacks.Callback):
         self._ended: tuple[UpdateCounters, float] | None = None
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """See Keras."""
         self._before, self._begun, self._ended = deepcopy(self._count()), self._clock(), None
 
     def on_test_begin(self, logs: Any = None) -> None:
@@ -133,7 +132,6 @@ class StalenessMetrics(keras.callbacks.Callback):
         self._ended = deepcopy(self._count()), self._clock()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """See Keras."""
         now, end = self._ended or (deepcopy(self._count()), self._clock())
         batches, seconds = now.batches - self._before.batches, end - self._begun
         distribution = now.staleness - self._before.staleness

@@ -55,15 +55,12 @@ class _RemoteSteps(StepHook):
         self._step, self._wait_for_steps, self._on_step = step, wait_for_steps, on_step
 
     def on_step_start(self, model: keras.Model, kind: str, batch: Any) -> None:
-        """See :class:`StepHook`."""
         self._on_step()
 
     def replaced_step(self, gated_step: Callable[[], GatedStep]) -> Callable[[Any, Any], Any]:
-        """See :class:`StepHook`."""
         return self._step
 
     def newest_state(self) -> Any:
-        """See :class:`StepHook`."""
         return self._wait_for_steps()
 
 

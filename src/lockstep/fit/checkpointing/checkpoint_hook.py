@@ -99,50 +99,41 @@ class CheckpointCallbackList(keras.callbacks.CallbackList):
         run.callbacks = self
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """See Keras."""
         self._run.train_will_begin()
         super().on_train_begin(logs)
         self._run.train_begins()
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """See Keras."""
         self._epoch = epoch
         super().on_epoch_begin(epoch, logs)
         self._run.epoch_begins(epoch)
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """See Keras."""
         if self._run.batch_begins(self._epoch, batch):
             super().on_train_batch_begin(batch, logs)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """See Keras."""
         if not self._run.resumed.has_done(self._epoch, batch):
             super().on_train_batch_end(batch, logs)
             self._run.batch_ended(batch + 1, logs)
 
     def on_test_begin(self, logs: Any = None) -> None:
-        """See Keras."""
         self._run.validation_begins()
         super().on_test_begin(logs)
 
     def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
-        """See Keras."""
         super().on_test_batch_end(batch, logs)
         self._run.validation_step_ended()
         self.model.stop_evaluating = self.model.stop_evaluating or self._run.is_validation_cut
 
     def on_test_end(self, logs: Any = None) -> None:
-        """See Keras."""
         super().on_test_end(logs)
         self._run.validation_ended()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """See Keras."""
         super().on_epoch_end(epoch, logs)
         self._run.epoch_ended(epoch)
 
     def on_train_end(self, logs: Any = None) -> None:
-        """See Keras."""
         super().on_train_end(logs)
         self._run.train_ended()

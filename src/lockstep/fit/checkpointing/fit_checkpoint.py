@@ -315,7 +315,6 @@ class FitCheckpoint(StepHook):
         return self._logs
 
     def on_step_end(self, model: keras.Model, kind: str, state: Any, logs: Any) -> None:
-        """See :class:`StepHook`."""
         if kind == "train":
             self._variables.state = state
             self._unreported_steps += 1

@@ -72,12 +72,10 @@ class FlopCounter(StepHook):
         self._batch: Any = None
 
     def on_step_start(self, model: keras.Model, kind: str, batch: Any) -> None:
-        """See :class:`StepHook`."""
         if self.is_wanted and kind == "train":
             self._batch = _shapes(batch)
 
     def on_step_end(self, model: keras.Model, kind: str, state: Any, logs: Any) -> None:
-        """See :class:`StepHook`."""
         leaves = jax.tree.leaves(self._batch)
         if self.is_wanted and kind == "train" and leaves:
             self.is_wanted, flops = False, flops_of_step(model, state, self._batch)

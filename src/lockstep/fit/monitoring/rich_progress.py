@@ -84,7 +84,6 @@ class _Display(StepHook):
         self._live: Live | None = None
 
     def on_step_end(self, model: Any, kind: str, state: Any, logs: Any) -> None:
-        """See :class:`StepHook`."""
         if kind == "train":
             self._before, self._newest = self._newest, logs
 

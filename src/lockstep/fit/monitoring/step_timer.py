@@ -86,13 +86,11 @@ class StepTimer(StepHook):
     # Steps and Keras's loop.
 
     def on_fetch(self) -> None:
-        """See :class:`StepHook`."""
         self.enter("data")
         if self._opened is None:
             self._open()
 
     def on_step_start(self, model: keras.Model, kind: str, batch: Any) -> None:
-        """See :class:`StepHook`."""
         if kind != "train":
             self.pause()
             self.enter(_OTHERS[kind])
@@ -107,7 +105,6 @@ class StepTimer(StepHook):
         self.enter("compiling" if count == 0 else "step")
 
     def on_step_end(self, model: keras.Model, kind: str, state: Any, logs: Any) -> None:
-        """See :class:`StepHook`."""
         if kind != "train":
             return
         self.logs = logs

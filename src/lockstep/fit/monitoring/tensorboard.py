@@ -436,7 +436,6 @@ class StepProfiler(StepHook):
         self._newest: Any = None
 
     def on_step_start(self, model: keras.Model, kind: str, batch: Any) -> None:
-        """See :class:`StepHook`."""
         if kind != "train":
             return
         self._step += 1
@@ -445,7 +444,6 @@ class StepProfiler(StepHook):
             self._start()
 
     def on_step_end(self, model: keras.Model, kind: str, state: Any, logs: Any) -> None:
-        """See :class:`StepHook`."""
         if kind != "train":
             return
         self._newest = logs
