@@ -118,6 +118,22 @@ def test_keras_is_unchanged_after_all_patches(model, contexts, fails):
     assert unchanged(before, snapshot(model))
 
 
+def test_a_failure_while_classes_are_patched_leaves_none_patched_and_the_next_context_patches_them(model, monkeypatch):
+    before = snapshot(model)
+
+    def fail(*args):
+        raise Failure
+
+    with monkeypatch.context() as context:
+        context.setattr(trainer, "_laying_out", fail)
+        with pytest.raises(Failure), trainer.claim_models(lambda: None):
+            pass
+    assert unchanged(before, snapshot(model))
+    with trainer.claim_models(lambda: None):
+        assert not unchanged(before, snapshot(model))
+    assert unchanged(before, snapshot(model))
+
+
 @pytest.mark.parametrize("patch", patches.PATCHES, ids=lambda patch: f"{patch.target}: {patch.attributes[0]}")
 def test_each_entry_replaces_attributes_that_keras_has_and_restores_them(model, patch):
     before = snapshot(model)

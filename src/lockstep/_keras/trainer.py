@@ -89,9 +89,11 @@ class _SharedPatches:
     @contextlib.contextmanager
     def open(self, patch_classes: Callable[[contextlib.ExitStack], None]) -> Iterator[None]:
         with self._lock:
+            if self._count == 0:
+                with contextlib.ExitStack() as patches:
+                    patch_classes(patches)
+                    self._patches = patches.pop_all()
             self._count += 1
-            if self._count == 1:
-                patch_classes(self._patches)
         try:
             yield
         finally:
