@@ -119,8 +119,17 @@ def test_built_and_compiled_outside_and_used_in_the_scope():
     assert devices_of(model) == 2
 
 
-def test_the_first_fit_in_the_scope_has_the_hooks_of_the_strategy(tmp_path):
-    model = compiled()
+class OwnFit(keras.Sequential):
+    """Waits in its fit, for a test of threads."""
+
+    def fit(self, *args, between=lambda: None, **options):
+        between()
+        return super().fit(*args, **options)
+
+
+@pytest.mark.parametrize("kind", [keras.Sequential, OwnFit])
+def test_the_first_fit_in_the_scope_has_the_hooks_of_the_strategy(kind, tmp_path):
+    model = compiled(kind(network().layers))
     with Topology(2, 2).strategy().scope():
         fitted(model, callbacks=[lockstep.callbacks.BackupAndRestore(tmp_path / "run")])
     assert list((tmp_path / "run").iterdir())
@@ -131,6 +140,39 @@ def test_the_first_call_in_the_scope_is_checked(name):
     model = compiled()
     with Topology(2, 2).strategy().scope(), pytest.raises(lockstep.InputError, match=f"{name}: x"):
         getattr(model, name)(np.array([["text"]], object))
+
+
+@pytest.mark.parametrize("opens_first", ["scope", "fit"])
+def test_a_scope_and_an_own_fit_of_two_threads_end_in_any_order(opens_first, tmp_path):
+    before = [vars(cls) for cls in keras.Model.__mro__]
+    before = [dict(each) for each in before]
+    strategy, (is_in_fit, goes_on) = Topology(2, 2).strategy(), (threading.Event(), threading.Event())
+    with strategy.scope():
+        model = compiled(OwnFit(network().layers))
+    path = tmp_path / "run"
+
+    def between():
+        is_in_fit.set()
+        assert goes_on.wait(60)
+
+    def fit():
+        fitted(model, between=between, callbacks=[lockstep.callbacks.BackupAndRestore(path)])
+
+    thread = threading.Thread(target=fit)
+    scope = contextlib.ExitStack()
+    if opens_first == "scope":
+        scope.enter_context(strategy.scope())
+    thread.start()
+    assert is_in_fit.wait(60)
+    if opens_first == "scope":
+        scope.close()
+    else:
+        scope.enter_context(strategy.scope())
+    goes_on.set()
+    thread.join(60)
+    scope.close()
+    assert list(path.iterdir())
+    assert before == [dict(vars(cls)) for cls in keras.Model.__mro__]
 
 
 def test_a_model_that_was_trained_before_goes_on_under_a_strategy():

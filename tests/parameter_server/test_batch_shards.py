@@ -135,6 +135,11 @@ def test_everything_else_is_refused_with_both_losses(make, loss, batch):
         checked(make, loss, batch, 2)
 
 
+def test_weights_are_refused_also_if_losses_cannot_be_compared():
+    with pytest.raises(ModelError, match="divided by its weights"):
+        checked(lambda: dense(Samples()), keras.losses.MeanSquaredError("mean_with_sample_weight"), (X, Y, WEIGHTS), 3)
+
+
 # Of these batches the mean of the parts is that of the batch, of later ones it is not.
 FIRST = {
     "the unmasked entries of its outputs": (words, "mse", (np.maximum(WORDS, 1), OTHERS["a mask"][2][1])),

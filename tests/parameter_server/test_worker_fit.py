@@ -151,29 +151,30 @@ def test_a_log_of_a_metric_that_is_not_a_number_is_that_of_the_metric():
     assert worker._report(4, GradientResult({}, logs, metric_logs, [], []))["logs"] == {"own": 1.0}
 
 
-def test_replicas_of_all_workers_draw_different_numbers():
+@pytest.mark.parametrize("devices", [(2, 2), (4, 2), (2, 1)])
+def test_replicas_of_all_workers_draw_different_numbers(devices):
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dropout(0.5, seed=1), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
     seed = np.array(model.non_trainable_variables[0].value)
     tasks = Mock(wait_for=lambda call, key: ({"number": 1, "update": 0}, {"0": seed}))
     batches = SimpleNamespace(batch=lambda *numbers: (np.ones((4, 2), "float32"),))
-    worker = WorkerFit(model, Mock(replicas=2), batches, tasks, Mock(traffic=(0, 0)), 1, None)
     seen = []
 
     def compute(values, non_trainable, metrics, batch):
         seen.append(non_trainable[0])
         return GradientResult({}, {}, {}, [non_trainable[0] + np.uint32([0, 3])], metrics)
 
-    worker._compute, worker._pull_values, worker._is_checked = compute, Mock(), True
     drawn = set()
-    for part in range(2):
+    for part, replicas in enumerate(devices):
+        worker = WorkerFit(model, Mock(replicas=replicas), batches, tasks, Mock(traffic=(0, 0)), 1, None)
+        worker._compute, worker._pull_values, worker._is_checked = compute, Mock(), True
+        worker._observe_changes = Mock()
         what = {"pass": "", "batch": 0, "lowest": 0, "part": part, "parts": 2, "update": 0}
         what |= {"steps_before": 0, "optimizer": {}, "state": 1}
-        worker._observe_changes = lambda *found: drawn.update(
-            tuple(np.asarray(replica_seed(jnp.asarray(seen[-1]), jnp.int32(replica)))) for replica in range(2)
-        )
         worker._run_task(SimpleNamespace(what=what, arrays={}, number=part))
-    assert len(drawn) == 4
+        numbers = range(replicas)
+        drawn |= {tuple(np.asarray(replica_seed(jnp.asarray(seen[-1]), jnp.int32(number)))) for number in numbers}
+    assert len(drawn) == sum(devices)
 
 
 def test_a_history_of_any_size_comes_to_all_processes(monkeypatch):

@@ -30,10 +30,7 @@ class Patch:
 
 CLAIM_MODELS = Patch(
     target="class Model",
-    attributes=(
-        *("__init__", "compile", "make_train_function", "make_test_function", "make_predict_function"),
-        *("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch"),
-    ),
+    attributes=("__init__", "compile", "make_train_function", "make_test_function", "make_predict_function"),
     lifetime="while a strategy's scope is open in any thread",
     reason="a strategy attaches itself to each model that is made, compiled or used in its scope",
     public_api="a hook that Keras calls for each new model, as it does for tf.distribute on TensorFlow",
@@ -79,11 +76,12 @@ FIT_INPUT = Patch(
     public_api="registration of a data adapter",
     used_by=("data/fit_wrapper.py",),
 )
-OWN_FIT = Patch(
+MODEL_CALLS = Patch(
     target="class Model",
-    attributes=("fit", "evaluate", "predict"),
-    lifetime="while one of these methods of a model's own class runs, such as those of KerasHub",
-    reason="super().fit in a model's own fit is the method of Keras's class, without the input and the hooks of the strategy",
+    attributes=("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch"),
+    lifetime="while a strategy's scope is open in any thread, or a method of a model's own class runs, such as those of KerasHub",
+    reason="the first call in a scope is that of the strategy, also of a model that was compiled before; and super().fit in a model's own "
+    "fit is the method of Keras's class, without the input and the hooks of the strategy",
     public_api="registration of a data adapter",
     used_by=("_keras/trainer.py",),
 )

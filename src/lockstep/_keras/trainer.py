@@ -35,9 +35,9 @@ from lockstep._keras.patches import (
     CLAIM_MODELS,
     INTERCEPT_FIT,
     LOCAL_DEVICES,
+    MODEL_CALLS,
     OBSERVE_COMPILE,
     OPTIMIZER_VARIABLES,
-    OWN_FIT,
     SHARD_VARIABLES,
     STATE_SYNC,
     STEP_FUNCTIONS,
@@ -49,7 +49,9 @@ from lockstep._keras.patches import (
 from lockstep._keras.variable_placement import VariableSharder, lay_out, lay_out_uninitialized
 
 FUNCTIONS = ("train", "test", "predict")
-CALLS = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
+_OF_SUPER = (
+    "of_super"  # Attribute of a function that replaces a method of a model's own class: what ``super()`` calls in that.
+)
 _STRATEGY = "_lockstep_owner"
 DEFAULT_BATCH_SIZE = 32  # of fit, evaluate and predict
 STATE_KINDS = ("trainable_variables", "non_trainable_variables", "optimizer_variables", "metrics_variables")
@@ -103,7 +105,8 @@ class _SharedPatches:
                     self._patches.close()
 
 
-_claims, _redirects = _SharedPatches(), _SharedPatches()
+_claims, _calls = _SharedPatches(), _SharedPatches()
+_current_claim: ContextVar[Callable[[], Claim | None]] = ContextVar("current_claim", default=lambda: None)
 
 
 @contextlib.contextmanager
@@ -119,7 +122,11 @@ def claim_models(
             uses plain Keras.
         current_sharder: returns where new variables of the calling thread are laid, or None.
     """
-    with _claims.open(lambda patches: _patch_classes(patches, current, current_sharder)):
+    with (
+        _claims.open(lambda patches: _patch_classes(patches, current, current_sharder)),
+        _calls.open(_patch_calls),
+        value_in_context(_current_claim, current),
+    ):
         yield
 
 
@@ -132,8 +139,6 @@ def _patch_classes(
     base = next(cls for cls in keras.Model.__mro__ if "compile" in vars(cls))
     changed = [(trainer, "__init__"), (base, "compile"), *((trainer, f"make_{name}_function") for name in FUNCTIONS)]
     claiming = [(owner, name, _claiming(vars(owner)[name], name, current)) for owner, name in changed]
-    calls = [(_owner_of(name), name) for name in CALLS]
-    claiming += [(owner, name, _claiming_before_call(vars(owner)[name], name, current)) for owner, name in calls]
     patches.enter_context(patched(CLAIM_MODELS, claiming))
     owner = next(cls for cls in keras.Variable.__mro__ if "_initialize" in vars(cls))
     initialize = _laying_out(vars(owner)["_initialize"], current_sharder)
@@ -180,25 +185,6 @@ def _claiming(original: Callable[..., Any], name: str, current: Callable[[], Cla
             return None
         own = self.__dict__.get(name)  # what the claim has put in place of ``original``
         return own(*args, **kwargs) if own else original(self, *args, **kwargs)
-
-    return method
-
-
-def _claiming_before_call(
-    original: Callable[..., Any], name: str, current: Callable[[], Claim | None]
-) -> Callable[..., Any]:
-    """Return ``original``, of a model without a strategy with a claim before the first call, which is then that of the strategy.
-
-    A method of a model's own class runs already when it calls ``original``, which stays Keras's then.
-    """
-
-    @functools.wraps(original)
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        claim = current()
-        if claim is None or strategy_of(self) is not None or has_own(self, name):
-            return original(self, *args, **kwargs)
-        claim(self)
-        return self.__dict__[name](*args, **kwargs)
 
     return method
 
@@ -564,26 +550,42 @@ def redirect_super(model: keras.Model, name: str, method: Callable[..., Any]) ->
         calls.append(None)
         return method(*args, **kwargs)
 
-    with _redirects.open(_patch_methods), value_in_context(_redirect, (model, name, counted)):
+    with _calls.open(_patch_calls), value_in_context(_redirect, (model, name, counted)):
         yield calls
 
 
-def _patch_methods(patches: contextlib.ExitStack) -> None:
-    owners = [(_owner_of(name), name) for name in OWN_FIT.attributes]
-    redirecting = [(owner, name, _redirecting(vars(owner)[name], name)) for owner, name in owners]
-    patches.enter_context(patched(OWN_FIT, redirecting))
+def with_super(call: Callable[..., Any], method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``call``, which replaces a method of a model's own class, with what ``super()`` calls in that method.
+
+    The first call in a scope of a model that was compiled before is known only there.
+    """
+    setattr(call, _OF_SUPER, method)
+    return call
 
 
-def _redirecting(original: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """Return ``original``, or for the model whose own method runs, what is to be called in its place."""
+def _patch_calls(patches: contextlib.ExitStack) -> None:
+    owners = [(_owner_of(name), name) for name in MODEL_CALLS.attributes]
+    intercepting = [(owner, name, _intercepting(vars(owner)[name], name)) for owner, name in owners]
+    patches.enter_context(patched(MODEL_CALLS, intercepting))
+
+
+def _intercepting(original: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """Return ``original``, or what is to be called in its place: in a method of a model's own class, or in the first call in a scope."""
 
     @functools.wraps(original)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         redirect = _redirect.get()
-        if redirect is None or redirect[0] is not self or redirect[1] != name:
+        if redirect is not None and redirect[0] is self and redirect[1] == name:
+            with value_in_context(_redirect, None):  # What it calls is Keras's.
+                return redirect[2](*args, **kwargs)
+        claim = _current_claim.get()()
+        if claim is None or strategy_of(self) is not None:
             return original(self, *args, **kwargs)
-        with value_in_context(_redirect, None):  # What it calls is Keras's.
-            return redirect[2](*args, **kwargs)
+        claim(self)
+        own = self.__dict__.get(name)
+        if own is None:
+            return original(self, *args, **kwargs)
+        return vars(own).get(_OF_SUPER, own)(*args, **kwargs)
 
     return method
 

@@ -197,7 +197,7 @@ class FitWrapper:
                 report(f"{own.__qualname__} does not call super().{name}, so input_options do not apply to it")
             return result
 
-        return call
+        return trainer.with_super(call, method)
 
     def _input(
         self,

@@ -140,6 +140,7 @@ def check_mean_loss(model: keras.Model, batch: Any, parts: int) -> str:
         return ""
     triples = zip(model.non_trainable_variables, non_trainable, after, strict=True)
     if any(state_merge(one) is StateMerge.SEED and np.any(old != new) for one, old, new in triples):
+        _check_divisor(model, state, batch)
         return "it draws random numbers also in evaluation"
 
     def loss_of(rows: Any) -> float:
@@ -153,8 +154,7 @@ def check_mean_loss(model: keras.Model, batch: Any, parts: int) -> str:
             f"Model {model.name!r}: the loss of a batch is {whole:.6g}, and the mean of the losses of its {len(nonempty)} parts, by rows, {mean:.6g}. "
             f"{_NEEDS_MEAN}"
         )
-    if divisor := _divisor_of_loss(model, state, batch):
-        raise ModelError(f"Model {model.name!r}: the loss of a batch is divided by {divisor}. {_NEEDS_MEAN}")
+    _check_divisor(model, state, batch)
     return ""
 
 
@@ -164,8 +164,8 @@ _NEEDS_MEAN = (
 )
 
 
-def _divisor_of_loss(model: keras.Model, state: Any, batch: Any) -> str:
-    """Return what Keras divides the loss by, if it may differ from part to part of another batch, else ""."""
+def _check_divisor(model: keras.Model, state: Any, batch: Any) -> None:
+    """Refuse a loss that Keras divides by something that may differ from part to part of another batch."""
     masks: list[Any] = []
 
     def around(_: keras.Model, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -178,15 +178,13 @@ def _divisor_of_loss(model: keras.Model, state: Any, batch: Any) -> str:
 
     with patched_method(STATELESS_CALL, [model], around):
         jax.eval_shape(model.test_step, state, batch)
-    if any(mask is not None for mask in masks):
-        return "the unmasked entries of its outputs"
+    divisor = "the unmasked entries of its outputs" if any(mask is not None for mask in masks) else ""
     reductions = [getattr(loss, "reduction", None) for loss in keras.tree.flatten(model.loss)]
     has_weights = keras.utils.unpack_x_y_sample_weight(batch)[2] is not None
-    return (
-        "its weights (reduction='mean_with_sample_weight')"
-        if has_weights and "mean_with_sample_weight" in reductions
-        else ""
-    )
+    if not divisor and has_weights and "mean_with_sample_weight" in reductions:
+        divisor = "its weights (reduction='mean_with_sample_weight')"
+    if divisor:
+        raise ModelError(f"Model {model.name!r}: the loss of a batch is divided by {divisor}. {_NEEDS_MEAN}")
 
 
 Values = Sequence[np.ndarray]

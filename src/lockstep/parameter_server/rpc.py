@@ -7,9 +7,9 @@ calls the service behind it and may wait in it.
 import contextlib
 import queue
 import socket
-import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
@@ -351,7 +351,7 @@ class ArrayServer:
             self._note_rejection(link.address, f"{session}: {error}")
             link.refuse(refusal(str(error)[:_MAX_SENTENCE]))
         except Exception as error:  # The user's optimizer has failed, or memory is exhausted: the client would take this for a lost server.
-            sys.excepthook(type(error), error, error.__traceback__)
+            traceback.print_exception(error)
             link.refuse(refusal(summary_of(error)[:_MAX_SENTENCE]))
         finally:
             self._handler.leave(session)

@@ -104,8 +104,8 @@ class WorkerFit:
         self._update_state(what, task.arrays)
         values = self._pull_values(batch, batch_part)
         make = lambda: self._compute(values, self._non_trainable, self._zero_metrics, batch).non_trainable  # noqa: E731
-        first_replica = (part or 0) * self._step.replicas
-        non_trainable = self._followed.at_step(self._non_trainable, make, what["update"], first_replica)
+        replicas = self._step.replicas
+        non_trainable = self._followed.at_step(self._non_trainable, make, what["update"], part or 0, replicas)
         found = self._compute(values, non_trainable, self._zero_metrics, batch)
         if self._touched.has_nan_rows and has_nan(found):
             values = self._pull_values(batch, batch_part, is_whole=True)
