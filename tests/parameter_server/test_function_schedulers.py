@@ -9,7 +9,12 @@ import pytest
 import lockstep
 from lockstep.distributed.control.handshake import Peer
 from lockstep.execution.replica import StateMerge
-from lockstep.parameter_server.function_scheduler_base import decode_result, encode_result, set_weights, weights_of
+from lockstep.parameter_server.function_scheduler_base import (
+    decode_result,
+    encode_result,
+    optimizer_numbers_of,
+    set_weights,
+)
 from lockstep.parameter_server.rpc import ClientSession
 from lockstep.parameter_server.state_sync import SeedOffsets
 from lockstep.parameter_server.task_dispatcher import SyncPointLog, TaskDispatcher, TaskQueue
@@ -258,5 +263,5 @@ def test_after_a_join_the_processes_agree_on_the_steps_and_the_learning_rate_of_
         model.optimizer.build(model.trainable_variables)
     ours.optimizer.iterations.assign(7)
     ours.optimizer.learning_rate = 0.25
-    set_weights(theirs, weights_of(ours))
+    set_weights(theirs, optimizer_numbers_of(ours))
     assert (int(theirs.optimizer.iterations), float(theirs.optimizer.learning_rate)) == (7, 0.25)

@@ -4,6 +4,7 @@ import json
 import socket
 import struct
 import threading
+import time
 
 import keras
 import numpy as np
@@ -15,7 +16,7 @@ from lockstep._errors import NO_PROGRESS, PEER_LOST, USER_ERROR
 from lockstep.parameter_server.sharding import FixedShardsPartitioner, plan_shards
 from lockstep.parameter_server.sparse_rows import SparseGradient
 from lockstep.parameter_server.variable_client import BatchPart
-from lockstep.parameter_server.variable_server import serve
+from lockstep.parameter_server.variable_server import VariableService, serve
 from lockstep.parameter_server.variable_store import OPTIMIZER, Push, VariableStore
 from tests.parameter_server.threaded_servers import DEADLINE, SPECS, Servers, values_of
 from tests.support.waiting import wait_until
@@ -126,17 +127,25 @@ def test_a_repeated_push_is_answered_when_the_first_one_is_applied(monkeypatch):
         chief, first, second = servers.client(0), servers.client(1), servers.client(2)
         chief.fill(values_of())
         gradient, began, goes_on, apply = values_of(seed=1), threading.Event(), threading.Event(), VariableStore.apply
+        came, received = threading.Semaphore(0), VariableService._pushes_to_apply
 
         def slow_apply(store, pushes):
             began.set()
             assert goes_on.wait(DEADLINE)
             return apply(store, pushes)
 
+        def receive(*arguments):
+            came.release()
+            return received(*arguments)
+
         monkeypatch.setattr(VariableStore, "apply", slow_apply)
+        monkeypatch.setattr(VariableService, "_pushes_to_apply", receive)
         pushed = in_thread(lambda: first.push(gradient, task=0))
         assert began.wait(DEADLINE)
         repeated = in_thread(lambda: [*second.push(gradient, task=0), *second.pull().items()])
-        threading.Timer(0.2, goes_on.set).start()
+        assert all(came.acquire(timeout=DEADLINE) for _ in range(2))
+        time.sleep(0.2)  # An answer that does not wait is on its way.
+        goes_on.set()
         reply, *values = repeated()
         assert (reply["version"], reply["was_applied"]) == (1, False)
         assert_equal(dict(values), chief.pull())

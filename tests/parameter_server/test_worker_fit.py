@@ -113,9 +113,9 @@ class Tasks:
             when_done(result)
 
 
-def steps_of(tasks, state, batch):
+def steps_of(tasks, state, batch, has_reader=False):
     """A chief that makes steps; gives a function that makes the step of the batch with a number."""
-    data = Mock(epoch_hooks=[], pass_metadata=lambda: {"hooks": []})
+    data = Mock(epoch_hooks=[], pass_metadata=lambda: {"hooks": []}, has_reader=has_reader)
     chief = ChiefFit(net(), data, tasks, 1, None, None, None)
     chief._state_sync, chief._counters = Mock(totals=Mock(metrics=[])), Mock()
     chief._metric_logs = lambda metrics: {}
@@ -136,6 +136,14 @@ def test_the_chief_does_not_run_further_ahead_of_a_batch_than_workers_may_keep_b
         step(number)
         assert number - min((*(first for first, _ in tasks.scheduled), number)) <= 2**28 // (2 * 2**24 * 4)
     assert tasks.done != sorted(tasks.done)
+
+
+def test_the_chief_runs_ahead_of_a_batch_if_workers_read_each_by_its_number():
+    tasks, large = Tasks(), jax.ShapeDtypeStruct((2, 2**24), "float32")
+    step = steps_of(tasks, ([], [], [], []), (large,), has_reader=True)
+    for number in range(12):
+        step(number)
+    assert 1 not in tasks.done
 
 
 def test_the_first_logs_of_an_epoch_are_not_those_of_the_epoch_before():

@@ -5,12 +5,13 @@ import json
 import pytest
 
 import lockstep
-
-CLUSTER = {"chief": ["localhost:12431"], "worker": ["localhost:12432"], "ps": ["localhost:12433"]}
+from tests.support.processes import own_host
 
 
 def parameter_server_chief(monkeypatch):
-    monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": CLUSTER, "task": {"type": "chief", "index": 0}}))
+    host = own_host()
+    cluster = {job: [f"{host}:{port}"] for job, port in [("chief", 12431), ("worker", 12432), ("ps", 12433)]}
+    monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": cluster, "task": {"type": "chief", "index": 0}}))
     return lockstep.ParameterServerStrategy()
 
 

@@ -155,6 +155,7 @@ def test_variables_of_jax_that_a_script_sets_too_late_for_this_process_are_told(
     [
         ("JAX_ENABLE_X64", "False"),
         ("JAX_PLATFORMS", jax.default_backend()),
+        ("JAX_LOG_COMPILES", "1"),  # It changes no number.
         ("JAX_PROCESS_NUMBER_OF_A_SCRIPT", "3"),  # JAX has no such option.
         ("XLA_FLAGS", ""),
     ],

@@ -105,8 +105,19 @@ class _SharedPatches:
                     self._patches.close()
 
 
-_claims, _calls = _SharedPatches(), _SharedPatches()
-_current_claim: ContextVar[Callable[[], Claim | None]] = ContextVar("current_claim", default=lambda: None)
+class _CallPatches(_SharedPatches):
+    """Patches of the methods of models.
+
+    Attributes:
+        current: returns what claims the models of the calling thread; None without a scope.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.current: Callable[[], Claim | None] = lambda: None
+
+
+_claims, _calls = _SharedPatches(), _CallPatches()
 
 
 @contextlib.contextmanager
@@ -122,11 +133,8 @@ def claim_models(
             uses plain Keras.
         current_sharder: returns where new variables of the calling thread are laid, or None.
     """
-    with (
-        _claims.open(lambda patches: _patch_classes(patches, current, current_sharder)),
-        _calls.open(_patch_calls),
-        value_in_context(_current_claim, current),
-    ):
+    _calls.current = current
+    with _claims.open(lambda patches: _patch_classes(patches, current, current_sharder)), _calls.open(_patch_calls):
         yield
 
 
@@ -578,7 +586,7 @@ def _intercepting(original: Callable[..., Any], name: str) -> Callable[..., Any]
         if redirect is not None and redirect[0] is self and redirect[1] == name:
             with value_in_context(_redirect, None):  # What it calls is Keras's.
                 return redirect[2](*args, **kwargs)
-        claim = _current_claim.get()()
+        claim = _calls.current()
         if claim is None or strategy_of(self) is not None:
             return original(self, *args, **kwargs)
         claim(self)

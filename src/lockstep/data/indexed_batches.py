@@ -24,7 +24,7 @@ class UnreadBatchCounter(WrappedSource):
         source: the input, with a known number of batches that can be read by number.
     """
 
-    can_seek = True
+    can_seek = has_reader = True
 
     def __init__(self, source: InputSource) -> None:
         super().__init__(source)

@@ -194,6 +194,11 @@ class KerasInput(trainer.DataAdapter):
         """Return the batches by pass and number, for a process that reads only some; this object is not iterated then."""
         return IndexedBatches(self._source)
 
+    @property
+    def has_reader(self) -> bool:
+        """Whether other processes read a batch by its number, without those before it."""
+        return self._source.has_reader
+
     def count_without_reading(self) -> None:
         """Count batches from now on without reading them, if the source can do so."""
         if isinstance(self._source, DatasetSource) and self._source.num_batches is not None:

@@ -71,6 +71,7 @@ class InputSource:
     restarts = True  # whether a new pass begins with the first batch again
     is_arrays = False  # whether it is arrays in memory
     can_seek = False  # whether batches_from reads nothing that comes before
+    has_reader = False  # whether batch_reader returns a function
     has_hooks = False  # whether the user's code runs at the beginning or end of an epoch
     is_shared = True  # whether all processes of a job read the same input
     prefetch: int | None = None  # number of batches to read ahead, if the data have options of their own
@@ -298,7 +299,7 @@ class DatasetSource(_UserCodeSource):
         shuffle: whether to read the batches in another order each epoch, in Keras's order.
     """
 
-    can_seek = True
+    can_seek = has_reader = True
 
     def __init__(self, dataset: keras.utils.PyDataset, adapter: Any = None, shuffle: bool = False) -> None:
         super().__init__(type(dataset).__name__, dataset)
@@ -402,7 +403,7 @@ class CallableSource(_UserCodeSource):
         function: returns the batch of a step.
     """
 
-    can_seek = True
+    can_seek = has_reader = True
 
     def __init__(self, function: Callable[[int], Any]) -> None:
         super().__init__(f"function {_name_of(function)!r}")  # A name that is the same in all processes.

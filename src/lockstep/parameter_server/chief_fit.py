@@ -6,9 +6,8 @@ at an epoch's end or in a callback, the loop waits until every batch is done, an
 
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
 from functools import cached_property, partial
 from typing import Any
 
@@ -115,8 +114,11 @@ class ChiefFit:
 
     def step(self, state: Any, batch: Any) -> tuple[dict[str, Any], State]:
         """Run Keras's next step: schedule the batch that was taken from the input last."""
-        with self._noting_failure():
+        try:
             return self._step(state, batch)
+        except Exception:  # No newer state than Keras's can come.
+            self._is_broken = True
+            raise
 
     def _step(self, state: Any, batch: Any) -> tuple[dict[str, Any], State]:
         given = self._send_changes(state)
@@ -127,18 +129,10 @@ class ChiefFit:
             self._publish_pass()
         self._schedule(number_of_batch, count_batch_rows(batch))
         in_flight = _TASKS_PER_WORKER * max(1, self._dispatcher.worker_count)
-        self._collect(0 if self._parts else in_flight - 1, max(in_flight, _KEPT_BYTES // max(1, _size_of(batch))))
+        kept = math.inf if self._data.has_reader else max(in_flight, _KEPT_BYTES // max(1, _size_of(batch)))
+        self._collect(0 if self._parts else in_flight - 1, kept)
         self._keras_logs = dict(self._logs)
         return self._keras_logs, given
-
-    @contextmanager
-    def _noting_failure(self) -> Iterator[None]:
-        """Note a failure of a batch, after which no newer state than Keras's can come."""
-        try:
-            yield
-        except ClusterError:
-            self._is_broken = True
-            raise
 
     def _publish_pass(self) -> None:
         """Publish what workers need to read the pass; each hook by itself, as there may be thousands."""
@@ -153,7 +147,7 @@ class ChiefFit:
         """Wait until every scheduled batch is done, and return the newest state; None if there is no newer one than Keras's.
 
         Raises:
-            ClusterError: a batch has failed. It is raised once, here or in a step; after it, this returns None.
+            ClusterError: a batch has failed, and no step has raised that.
         """
         if self._client is None or self._keras_state is None or self._is_broken:
             return None
@@ -238,12 +232,12 @@ class ChiefFit:
         self._in_flight.append(update)
         self._updates, self._state_after_steps = self._updates + 1, None
 
-    def _collect(self, most: int, ahead: int = 0) -> None:
+    def _collect(self, most: int, ahead: float = 0) -> None:
         """Wait until at most so many batches are in flight, and at least one is done; then update the logs.
 
         Args:
             most: number of batches in flight.
-            ahead: number of batches that may be done before an earlier one is; workers may keep as many.
+            ahead: how many batches after an unfinished one may be done; workers keep as many if they read their input in order.
         """
 
         def is_enough() -> bool:

@@ -160,16 +160,23 @@ class SchedulerBase(ABC):
         """Have the servers apply gradients."""
 
 
-def _joined_variables(model: keras.Model) -> dict[str, keras.Variable]:
-    """Return by number the variables that are equal on all processes after a join: those of the model, and single numbers of the optimizer."""
-    trainable, non_trainable, optimizer, _ = variables_of(model)
-    numbers = {f"optimizer {number}": variable for number, variable in enumerate(optimizer) if not variable.shape}
-    return {str(number): variable for number, variable in enumerate([*trainable, *non_trainable])} | numbers
+def _variables_of_weights(model: keras.Model) -> dict[str, keras.Variable]:
+    trainable, non_trainable, *_ = variables_of(model)
+    return {str(number): variable for number, variable in enumerate([*trainable, *non_trainable])}
+
+
+def _numbers_of_optimizer(model: keras.Model) -> dict[str, keras.Variable]:
+    return {f"optimizer {number}": one for number, one in enumerate(variables_of(model)[2]) if not one.shape}
 
 
 def weights_of(model: keras.Model) -> dict[str, np.ndarray]:
-    """Return by number the values that are equal on all processes after a join."""
-    return {name: np.asarray(variable.value) for name, variable in _joined_variables(model).items()}
+    """Return by number the values of a model's variables, which are equal on all processes after a join."""
+    return {name: np.asarray(variable.value) for name, variable in _variables_of_weights(model).items()}
+
+
+def optimizer_numbers_of(model: keras.Model) -> dict[str, np.ndarray]:
+    """Return the optimizer's variables that are one number, such as its count of steps; they are equal after a join, too."""
+    return {name: np.asarray(variable.value) for name, variable in _numbers_of_optimizer(model).items()}
 
 
 WEIGHTS_DROPPED = (
@@ -179,8 +186,8 @@ WEIGHTS_DROPPED = (
 
 
 def set_weights(model: keras.Model, weights: Mapping[str, np.ndarray]) -> None:
-    """Give a model the values of :func:`weights_of`; variables without a value stay as they are."""
-    for name, variable in _joined_variables(model).items():
+    """Give a model values of :func:`weights_of` and :func:`optimizer_numbers_of`; variables without a value stay as they are."""
+    for name, variable in (_variables_of_weights(model) | _numbers_of_optimizer(model)).items():
         if name in weights:
             variable.assign(weights[name])
 

@@ -29,6 +29,7 @@ from lockstep.parameter_server.function_scheduler_base import (
     decode_result,
     encode_result,
     follow_evaluation,
+    optimizer_numbers_of,
     push_number,
     set_weights,
     state_after_evaluation,
@@ -103,7 +104,7 @@ class ChiefScheduler(SchedulerBase):
         try:
             if not self._dispatcher.has_failed:
                 self._sync_variables()
-                self._dispatcher.close({}, weights_of(self._model))
+                self._dispatcher.close({}, weights_of(self._model) | optimizer_numbers_of(self._model))
         finally:
             if self._client is not None:
                 self._client.close()
@@ -121,7 +122,8 @@ class ChiefScheduler(SchedulerBase):
     def join(self) -> None:
         if self.is_open:
             self._sync_variables()
-            self._dispatcher.publish_sync_point({}, weights=weights_of(self._model))
+            weights, numbers = weights_of(self._model), optimizer_numbers_of(self._model)
+            self._dispatcher.publish_sync_point({}, numbers, weights=weights)
 
     def done(self) -> bool:
         """See :class:`SchedulerBase`; waits for a moment before it returns False, for a loop that calls nothing else."""

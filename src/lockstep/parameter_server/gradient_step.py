@@ -130,28 +130,23 @@ def check_mean_loss(model: keras.Model, batch: Any, parts: int) -> str:
     """
     trainable, non_trainable, _, metrics = [[variable.value for variable in kind] for kind in variables_of(model)]
     state = trainable, non_trainable, metrics
+    rows, nonempty = count_batch_rows(batch), nonempty_parts(count_batch_rows(batch), parts)
     try:
-        logs, (_, after, _) = model.test_step(state, batch)
-    except (
-        Exception
-    ) as error:  # Only its train_step is needed: its evaluation may be for another form of data, or be missing.
+        steps = [model.test_step(state, own) for own in (batch, *(part_of(batch, n, parts) for n in range(nonempty)))]
+        whole, *losses = [float(np.asarray(logs["loss"])) if "loss" in logs else None for logs, _ in steps]
+        triples = list(zip(model.non_trainable_variables, non_trainable, steps[0][1][1], strict=True))
+    except Exception as error:  # Only its train_step is needed: its evaluation may be another one, or be missing.
         return f"its test_step fails: {summary_of(error)}"
-    if "loss" not in logs:
+    if whole is None:
         return ""
-    triples = zip(model.non_trainable_variables, non_trainable, after, strict=True)
     if any(state_merge(one) is StateMerge.SEED and np.any(old != new) for one, old, new in triples):
         _check_divisor(model, state, batch)
         return "it draws random numbers also in evaluation"
-
-    def loss_of(rows: Any) -> float:
-        return float(np.asarray(model.test_step(state, rows)[0]["loss"]))
-
-    whole = float(np.asarray(logs["loss"]))
-    nonempty = [part_of(batch, part, parts) for part in range(nonempty_parts(count_batch_rows(batch), parts))]
-    mean = sum(loss_of(one) * count_batch_rows(one) for one in nonempty) / count_batch_rows(batch)
+    sizes = rows_of_replicas(rows, parts)[:nonempty]
+    mean = sum((loss or 0.0) * size for loss, size in zip(losses, sizes, strict=True)) / rows
     if abs(mean - whole) > _TOLERANCE * max(1.0, abs(whole)):
         raise ModelError(
-            f"Model {model.name!r}: the loss of a batch is {whole:.6g}, and the mean of the losses of its {len(nonempty)} parts, by rows, {mean:.6g}. "
+            f"Model {model.name!r}: the loss of a batch is {whole:.6g}, and the mean of the losses of its {nonempty} parts, by rows, {mean:.6g}. "
             f"{_NEEDS_MEAN}"
         )
     _check_divisor(model, state, batch)

@@ -38,8 +38,6 @@ from lockstep.parameter_server.variable_store import (
     VariableStore,
 )
 
-_APPLY_SECONDS = 60.0  # Limit of the wait until the first one of two equal pushes is applied.
-
 
 class SyncAggregator:
     """Parts of the next update in synchronous training. A part that is pushed twice, after its task was reassigned, counts once.
@@ -168,7 +166,8 @@ class VariableService:
             if pushes and name:
                 self._being_applied.add(name)
             elif name:  # The chief takes a repeated push for done: its first one may not be in the values yet.
-                self._changed.wait_for(lambda: name not in self._being_applied, _APPLY_SECONDS)
+                while name in self._being_applied and not session.is_gone():
+                    self._changed.wait(POLL_SECONDS)
         try:
             version = self._store.apply(pushes) if pushes else None  # Outside the lock: pulls need not wait.
         finally:

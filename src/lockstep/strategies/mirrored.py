@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import jax
 
 from lockstep._errors import OptionError, instance_of
+from lockstep._logging import log_warning
 from lockstep.collectives import CommunicationOptions, Ops, ops_from_options
 from lockstep.data.input_options import InputOptions
 from lockstep.distributed.cluster.env_reader import launched_workers
@@ -76,7 +77,8 @@ class MirroredStrategy(Strategy):
         if (workers := launched_workers(os.environ)) > 1:
             self._log(
                 f"lockstep run has started {workers} workers, and with this strategy each of them trains by itself. Fix: make a "
-                "lockstep.MultiWorkerMirroredStrategy, or leave out lockstep run."
+                "lockstep.MultiWorkerMirroredStrategy, or leave out lockstep run.",
+                log_warning,
             )
 
 

@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import runpy
+import shlex
 import signal
 import subprocess
 import sys
@@ -121,19 +122,21 @@ def run_until_fit(path: str, arguments: Sequence[str], on_fit: Callable[[FirstFi
     )
 
 
+# Variables of JAX that change numbers, or the devices.
+_OF_NUMBERS = ("JAX_DEFAULT_MATMUL_PRECISION", "JAX_ENABLE_X64", "JAX_NUM_CPU_DEVICES", "JAX_PLATFORMS")
 _GPU_PLATFORMS = {"cuda": "gpu", "rocm": "gpu"}  # Names in JAX_PLATFORMS whose backend has another name.
 _TRUE = ("1", "on", "t", "true", "y", "yes")
 
 
 def _check_jax_variables(path: str, given: Mapping[str, str]) -> None:
-    """Refuse a script that has set variables which JAX reads when it is imported, unless the command had them or they change nothing.
+    """Refuse a script that has set such variables, which JAX reads when it is imported, unless the command had them or nothing changes.
 
     Args:
         path: path of the script.
         given: the environment before the script.
     """
-    new = {name: value for name, value in os.environ.items() if name.startswith("JAX_") and name not in given}
-    ignored = " ".join(f"{name}={value}" for name, value in sorted(new.items()) if not _is_in_effect(name, value))
+    new = {name: os.environ[name] for name in _OF_NUMBERS if name in os.environ and name not in given}
+    ignored = " ".join(f"{name}={shlex.quote(value)}" for name, value in new.items() if not _is_in_effect(name, value))
     if ignored:
         raise OptionError(
             f"{path}: sets {ignored} for JAX, which lockstep has imported before the script, so it has no effect here. "
@@ -142,8 +145,8 @@ def _check_jax_variables(path: str, given: Mapping[str, str]) -> None:
 
 
 def _is_in_effect(name: str, text: str) -> bool:
-    """Return whether a variable's value is that of JAX in this process; also of a variable that JAX does not read on import."""
-    value = jax.config.values.get(name.lower(), text)
+    """Return whether a variable's value is that of JAX in this process."""
+    value = jax.config.values[name.lower()]
     if name == "JAX_PLATFORMS":
         first = text.partition(",")[0]
         return _GPU_PLATFORMS.get(first, first) in ("", jax.default_backend())

@@ -411,6 +411,20 @@ def test_logits_of_a_model_of_its_own_class_are_marked(output, loss):
     assert [write in sentence for sentence in marked] == [True] * ("Dense(3)" not in output)
 
 
+@pytest.mark.parametrize("after", [
+    "p = tf.nn.softmax(model(x)).numpy()\n",
+    "q = tf.keras.Sequential([model, tf.keras.layers.Softmax()])\n",
+    "p = tf.nn.sigmoid(model.predict(x))\n",
+    "def attend(q, k, v):\n    return tf.matmul(tf.nn.softmax(tf.matmul(q, k)), v)\n",
+])  # fmt: skip
+@pytest.mark.parametrize("loss", ["BinaryCrossentropy", "CategoricalCrossentropy"])
+def test_logits_of_which_a_program_makes_probabilities_are_not_marked(after, loss):
+    model = "model = tf.keras.Sequential([tf.keras.layers.Dense(8, activation='relu'), tf.keras.layers.Dense(3)])\n"
+    found = translate(TF + model + CLAIM.format(loss) + after)
+    assert "from_logits=True" in found.after
+    assert not [mark.sentence for mark in found.todos if "from_logits" in mark.sentence]
+
+
 def test_arguments_that_are_not_known_any_more_are_marked_and_those_with_a_new_name_get_it():
     code = "b = tf.keras.callbacks.BackupAndRestore(backup_dir='run', double_checkpoint=True)\n"
     found = translate(TF + ONE + code)
@@ -980,8 +994,11 @@ def test_a_program_that_sets_a_task_for_each_worker_that_it_starts_keeps_that_an
     assert translate(found.after) == replace(found, before=found.after)
 
 
-def test_a_task_that_a_function_writes_and_sets_becomes_a_default():
-    code = f"def main():\n    {CONFIG}    {SET_TASK}main()\n"
+@pytest.mark.parametrize("code", [
+    f"def main():\n    {CONFIG}    {SET_TASK}main()\n",
+    f"{CONFIG}def main():\n    {SET_TASK}main()\n",
+])  # fmt: skip
+def test_a_task_that_a_function_sets_becomes_a_default(code):
     found = translate(f"{TF}import os, json\n{code}{SEVERAL}")
     assert 'os.environ.setdefault("TF_CONFIG", json.dumps(c))' in found.after
     assert not found.todos

@@ -311,10 +311,14 @@ def activated_logits(source: SourceText, bindings: ImportBindings) -> Iterator[t
     ends = set(_last_activations(source, bindings))
     for claim, own in _claims_of_logits(source, bindings):
         for activation in ("sigmoid", "softmax"):
-            is_gate = activation == "sigmoid" != own and activation not in ends  # It is often within a model.
+            is_of_loss = activation == own or activation == "softmax"
+            is_gate = not is_of_loss and activation not in ends  # A sigmoid is often within a model.
             if not is_gate and _has_activation(source, bindings, activation):
                 write = "write from_logits=False" if activation == own else f"leave the {activation} out"
                 yield claim, _LOGITS.format(activation, write)
+
+
+_MODELS = ("keras.Model", "keras.models.Model")
 
 
 def _claims_of_logits(source: SourceText, bindings: ImportBindings) -> Iterator[tuple[ast.expr, str]]:
@@ -327,9 +331,19 @@ def _claims_of_logits(source: SourceText, bindings: ImportBindings) -> Iterator[
 
 
 def _has_activation(source: SourceText, bindings: ImportBindings, activation: str) -> bool:
-    """Return whether a program names an activation: by a string, a function or a layer."""
+    """Return whether a program names an activation by a string, or a model of its own class calls its function or layer.
+
+    Elsewhere, such calls make probabilities of what a model returns.
+    """
     words = [node.value for node in ast.walk(source.tree) if isinstance(node, ast.Constant)]
-    return activation in words or any(chain.name.rpartition(".")[2].lower() == activation for chain in bindings.chains)
+    models = [node for node in ast.walk(source.tree) if isinstance(node, ast.ClassDef) and _is_model(bindings, node)]
+    inside = {id(node) for model in models for node in ast.walk(model)}
+    named = [chain for chain in bindings.chains if chain.name.rpartition(".")[2].lower() == activation]
+    return activation in words or any(id(chain.node) in inside for chain in named)
+
+
+def _is_model(bindings: ImportBindings, node: ast.ClassDef) -> bool:
+    return any(translated(bindings.name_of(base)) in _MODELS for base in node.bases)
 
 
 def _last_activations(source: SourceText, bindings: ImportBindings) -> Iterator[str]:
@@ -345,7 +359,7 @@ def _last_activations(source: SourceText, bindings: ImportBindings) -> Iterator[
             yield _activation(last.args[0]) if last and last.args else ""
     bases = [base for node in ast.walk(source.tree) if isinstance(node, ast.ClassDef) for base in node.bases]
     made = [bindings.name_of(one) for one in (*bases, *(call.func for call in calls(source)))]
-    if any(translated(name) in ("keras.Model", "keras.models.Model") for name in made):
+    if any(translated(name) in _MODELS for name in made):
         yield ""
 
 
@@ -477,11 +491,17 @@ def _assignments_of_tasks(source: SourceText) -> Iterator[tuple[ast.Assign, ast.
 
 
 def _is_for_one_task(source: SourceText, node: ast.Assign) -> bool:
-    """Return whether an assignment always has the literal task: it is in no loop, and a function around it has the task, too."""
-    around = [(one, list(ast.walk(one))) for one in source.statements() if isinstance(one, (*_LOOPS, *_FUNCTIONS))]
-    return not any(
-        node in inner and (isinstance(one, _LOOPS) or not any(map(_is_task, inner))) for one, inner in around
-    )
+    """Return whether an assignment always has the literal task: in no loop, nor in a function that may get another one."""
+    around = [one for one in source.statements() if isinstance(one, (*_LOOPS, *_FUNCTIONS)) and node in ast.walk(one)]
+    return not any(isinstance(one, _LOOPS) or _may_get_task(source, one) for one in around)
+
+
+def _may_get_task(source: SourceText, function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """Return whether a function may set other tasks than the literal one: it has arguments, or several calls, and no literal task."""
+    called = [one for one in calls(source) if isinstance(one.func, ast.Name) and one.func.id == function.name]
+    given = function.args
+    has_arguments = bool(given.posonlyargs or given.args or given.kwonlyargs or given.vararg or given.kwarg)
+    return (has_arguments or len(called) != 1) and not any(map(_is_task, ast.walk(function)))
 
 
 def _is_task(node: ast.AST) -> bool:
