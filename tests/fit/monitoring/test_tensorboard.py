@@ -1,5 +1,6 @@
 """What TensorBoard's own reader finds in the files, beside what Keras's history says."""
 
+import io
 import json
 import os
 import random
@@ -298,6 +299,22 @@ def test_a_file_that_was_torn_anywhere_is_read_up_to_there(tmp_path):
         steps = sum(end <= size for end in ends) - 1
         found = newest_steps(torn.parent)
         assert found.get("a", -1) == (100 * (steps - 1) if steps > 0 else -1)
+
+
+def test_an_event_is_whole_though_the_system_takes_a_part_at_a_time(tmp_path, monkeypatch):
+    class Partial(io.FileIO):
+        """As a file on a disk that is nearly full."""
+
+        def write(self, data):
+            return super().write(data[:7])
+
+    monkeypatch.setattr(io, "FileIO", Partial)
+    file = EventFile(tmp_path)
+    for step in range(3):
+        file.write(step, [scalar("loss", 0.5)])
+    file.close()
+    assert newest_steps(tmp_path) == {"loss": 2}
+    assert curve(shown(tmp_path), "loss") == [(step, 0.5) for step in range(3)]
 
 
 def test_an_event_is_what_the_protocol_says(tmp_path):

@@ -130,7 +130,9 @@ class EventFile:
     def _write(self, event: bytes) -> None:
         data = _key(1, _FIXED64) + struct.pack("<d", self._clock()) + event
         length = struct.pack("<Q", len(data))
-        self._file.write(length + _masked(length) + data + _masked(data))
+        record = memoryview(length + _masked(length) + data + _masked(data))
+        while record:  # If the disk is nearly full, the system takes a part, and the next write raises the error.
+            record = record[self._file.write(record) :]
 
 
 def newest_steps(folder: str | Path) -> dict[str, int]:
