@@ -175,6 +175,7 @@ def test_a_damaged_part_makes_the_checkpoint_one_that_is_skipped(damage, tmp_pat
     [
         ([[0, 0], [0, 1]], "has shards of 4 numbers in all"),
         ([[0, 0], [0, 1], [0, 2], [0, 2]], "has shards of 8 numbers in all"),
+        ([[0, 0], [0, 1], [0, 1]], r"has several shards at \(0, 1\)"),
         ([[0, 0], [0, 1], [0, 3]], "is outside of array"),
         ([[0, 0], [0, 1], [0, -1]], "expected a whole number of at least 0"),
         ([[0, 0], [0, 1], [2]], "a shard at "),

@@ -6,6 +6,7 @@ each. The arrays of a part are shards, and its metadata has, for each, the name 
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -99,7 +100,7 @@ def check_cover(stored: Iterable[tuple[ShardSlice, tuple[int, ...], str]]) -> No
         ValueError: a shard is missing, twice there, outside of its array, or of another dtype or shape than the others.
     """
     kinds: dict[str, tuple[tuple[int, ...], str]] = {}
-    found: dict[str, int] = {}
+    found: dict[str, list[tuple[tuple[int, ...], int]]] = {}  # by array where each shard begins, and its numbers
     for place, shape, dtype in stored:
         kind = kinds.setdefault(place.array, (place.shape, dtype))
         if kind != (place.shape, dtype):
@@ -110,10 +111,14 @@ def check_cover(stored: Iterable[tuple[ShardSlice, tuple[int, ...], str]]) -> No
             raise ValueError(
                 f"a shard of {shape} at {place.start} is outside of array {place.array!r} of {place.shape}"
             )
-        found[place.array] = found.get(place.array, 0) + math.prod(shape)
+        found.setdefault(place.array, []).append((place.start, math.prod(shape)))
     for array, (shape, _) in kinds.items():
-        if found[array] != math.prod(shape):
-            raise ValueError(f"array {array!r} of {shape} has shards of {found[array]:,} numbers in all")
+        total = sum(numbers for _, numbers in found[array])
+        if total != math.prod(shape):
+            raise ValueError(f"array {array!r} of {shape} has shards of {total:,} numbers in all")
+        for start, count in Counter(start for start, numbers in found[array] if numbers).items():
+            if count > 1:
+                raise ValueError(f"array {array!r} of {shape} has several shards at {start}, and none elsewhere")
 
 
 def put_shard(arrays: dict[str, np.ndarray], place: ShardSlice, value: np.ndarray) -> None:
