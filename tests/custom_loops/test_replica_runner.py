@@ -682,6 +682,23 @@ def test_average_loss_and_regularization():
         lockstep.compute_average_loss(2.0)
 
 
+@pytest.mark.parametrize(
+    ("shape", "expected"), [((), 20.0), ((4,), 30.0), ((4, 1), 30.0), ((4, 5), 30.0), ((4, 5, 1), 30.0)]
+)
+def test_weights_of_rows_may_have_an_axis_of_length_1_at_the_end(shape, expected):
+    rows = jnp.arange(4.0).reshape((4,) + (1,) * (len(shape) - 1)) if shape else 1.0
+    found = lockstep.compute_average_loss(jnp.ones((4, 5)), jnp.broadcast_to(rows, shape), global_batch_size=1)
+    assert float(found) == expected
+
+
+@pytest.mark.parametrize("shape", [(1,), (3, 1), (4, 2), (1, 5), (4, 1, 1)])
+def test_weights_of_another_shape_than_the_losses_are_refused(shape):
+    with pytest.raises(
+        lockstep.InputError, match=r"sample_weight has the shape .* and the losses have \(4, 5\). Fix: "
+    ):
+        lockstep.compute_average_loss(jnp.ones((4, 5)), jnp.ones(shape))
+
+
 def test_values_of_replicas_are_a_tree_for_jax():
     strategy = make(3)
     value = one_batch(strategy, np.arange(7.0))

@@ -87,7 +87,7 @@ def _weights_of(losses: jax.Array, weights: jax.Array) -> jax.Array:
     shape = losses.shape
     if jnp.iscomplexobj(weights) and not jnp.iscomplexobj(losses):
         raise InputError(f"compute_average_loss: sample_weight: expected real numbers, got {weights.dtype}.")
-    if weights.ndim == len(shape) + 1 and weights.shape[-1] == 1:
+    if weights.ndim > 1 and weights.shape[-1] == 1 and weights.shape != shape[: weights.ndim]:
         weights = weights[..., 0]
     if weights.shape != shape[: weights.ndim]:
         raise InputError(
