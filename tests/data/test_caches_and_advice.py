@@ -64,6 +64,66 @@ def test_a_cache_reads_a_generator_once(cache, tmp_path):
     np.testing.assert_allclose(history["val_loss"], expected["val_loss"], rtol=1e-4)
 
 
+def test_a_cache_on_the_devices_loses_no_batch_of_a_replica():
+    strategy = cached("device")
+    read = strategy.distribute_datasets_from_function(lambda context: once(*data(), []))
+    model, order = counting(strategy=strategy)  # Keras has a first look at the batches of a model that is not built.
+    model.fit(read, epochs=2, shuffle=False, verbose=0, callbacks=[order])
+    assert [list(epoch) for epoch in order.epochs] == [list(range(ROWS))] * 2
+
+
+@pytest.mark.parametrize("cache", ["memory", "device"])
+def test_a_first_epoch_with_a_cache_that_stops_early_leaves_the_other_batches_to_the_next_call(cache):
+    strategy = cached(cache)
+    rows = 10 * ROWS  # So that not all have been read ahead when the first call ends.
+    read = strategy.distribute_datasets_from_function(lambda context: once(*data(rows), []))
+    first, order = counting(strategy=strategy)
+    stop = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: setattr(first, "stop_training", True))
+    first.fit(read, verbose=0, callbacks=[order, stop])
+    second, further = counting(strategy=strategy)
+    second.fit(read, verbose=0, callbacks=[further])
+    assert [*order.epochs[0], *further.epochs[0]] == list(range(rows))
+
+
+@pytest.mark.parametrize("cache", ["memory", "device"])
+def test_the_first_batch_is_checked_before_a_cache_keeps_it(cache, caplog):
+    caplog.set_level(logging.INFO, "lockstep")
+    x, y = data()
+    x[0, 0] = np.nan
+    model, _ = counting(strategy=cached(cache))
+    model.fit(once(x, y, []), verbose=0)
+    assert "inputs-not-finite" in said(caplog)
+
+
+class Killed(Exception):
+    """Ends a call of fit."""
+
+
+@pytest.mark.parametrize("cache", ["memory", "device"])
+def test_a_run_resumes_in_an_epoch_whose_last_batches_were_read_ahead_for_the_cache(cache, tmp_path):
+    batches = cut(*data())
+
+    def fit(killed_after):
+        ended = []
+
+        def end(batch, logs):
+            ended.append(batch)
+            if len(ended) == killed_after:
+                raise Killed
+
+        model, _ = counting(strategy=cached(cache, prefetch=3))
+        callbacks = [
+            lockstep.callbacks.BackupAndRestore(tmp_path, save_freq=1),
+            keras.callbacks.LambdaCallback(on_train_batch_end=end),
+        ]
+        model.fit(lambda step: batches[step] if step < len(batches) else None, epochs=2, verbose=0, callbacks=callbacks)
+        return len(ended)
+
+    with pytest.raises(Killed):
+        fit(len(batches) - 1)
+    assert fit(None) in (len(batches) + 1, len(batches) + 2)  # The step that was killed may be done again.
+
+
 @pytest.mark.parametrize("shuffle", [True, "batch", False])
 def test_arrays_on_the_devices_come_in_the_order_of_the_host(shuffle):
     x, _ = data()
@@ -120,6 +180,28 @@ def test_a_file_is_gone_after_an_error(tmp_path):
     with pytest.raises(ZeroDivisionError):
         model.fit(broken(), shuffle=False, verbose=0)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_file_is_gone_though_a_batch_arrives_after_the_error(tmp_path):
+    released = threading.Event()
+
+    def slow():
+        yield from cut(*data())[:2]
+        released.wait(DEADLINE)
+        yield from cut(*data())[2:]
+
+    def fail(batch, logs):
+        raise ZeroDivisionError
+
+    before = set(threading.enumerate())
+    strategy = cached(tmp_path / "cache")
+    model, _ = counting(strategy=strategy)
+    with pytest.raises(ZeroDivisionError):
+        model.fit(slow(), verbose=0, callbacks=[keras.callbacks.LambdaCallback(on_train_batch_end=fail)])
+    released.set()
+    wait_until(lambda: set(threading.enumerate()) <= before, "the thread of the input to end")
+    assert not list(tmp_path.iterdir())
+    model.fit(once(*data(), []), epochs=2, verbose=0)
 
 
 def test_a_file_keeps_bfloat16(tmp_path):

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -65,7 +66,7 @@ class CachedSource(WrappedSource):
     Args:
         source: an input that ends.
         store: keeps its batches; in a list, arrays on devices stay there.
-        change: is applied to each batch before it is kept.
+        change: returns what is kept of a batch; the first pass yields the batch itself.
     """
 
     def __init__(
@@ -73,6 +74,10 @@ class CachedSource(WrappedSource):
     ) -> None:
         super().__init__(source)
         self._store, self._change = store, change
+        self._lock = threading.Lock()
+        self._reading: object = (
+            None  # stands for the pass whose batches are kept; a thread may still be in an earlier one
+        )
         self._kept: int | None = None
         self._is_tracked = False
         self._hooks: list[EpochHook] = []  # that have run before what is kept was read
@@ -99,22 +104,35 @@ class CachedSource(WrappedSource):
 
     def _read(self) -> Iterator[Any]:
         """Read the first pass, and keep it."""
-        self._store.clear()  # An earlier pass may have been interrupted.
-        number, digest = 0, hashlib.sha256()
+        reading, number, digest = self._clear(), 0, hashlib.sha256()
         # A source that does not restart has read its first batch before, for its shapes.
         if self._random is None or self._source.restarts:
             self._random, self._order = capture_random_state(), self._source.order_state()
         for batch in self._source.batches():
             if self._is_tracked:
                 digest.update(str(digest_of_batch(batch)).encode())
-            changed = self._change(batch)
-            self._store.append(changed)
+            if not self._keep(reading, self._change(batch)):
+                return
             number += 1
             # An epoch that has taken the last batch may end without a look for another one.
             if number == self._source.num_batches:
                 self._has_read(number, digest.hexdigest())
-            yield changed
+            yield batch
         self._has_read(number, digest.hexdigest())
+
+    def _clear(self) -> object:
+        """Drop all batches, and those that an earlier pass may still read; return what stands for the pass that begins."""
+        with self._lock:
+            self._reading = object()
+            self._store.clear()  # An earlier pass may have been interrupted.
+            return self._reading
+
+    def _keep(self, reading: object, batch: Any) -> bool:
+        """Keep a batch; return False if its pass was given up while the batch was made."""
+        with self._lock:
+            if self._reading is reading:
+                self._store.append(batch)
+            return self._reading is reading
 
     def _has_read(self, number: int, digest: str) -> None:
         state = {"hooks": self._hooks, "random": self._random, "digest": digest, "order": self._order}
@@ -171,7 +189,7 @@ class CachedSource(WrappedSource):
         return self._state or self._earlier
 
     def close(self) -> None:
-        self._store.clear()
+        self._clear()
 
 
 class DeviceSource(InputSource):

@@ -258,7 +258,7 @@ class FitWrapper:
                 f"end before the {source.name} does. Fix: leave out the steps (validation_steps for validation data), or the cache."
             )
         if on_devices:
-            return CachedSource(source, [], self._placement.place)
+            return CachedSource(source, [], self._placement.place_for_step)
         if cache in ("memory", "device"):
             return CachedSource(source, [])
         group = self._process_group

@@ -110,8 +110,9 @@ def digest_of_batch(batch: Any) -> str | None:
 
 
 def _is_last_batch(state: IteratorState, batch: Any) -> bool:
-    """Return whether a batch is the one that was used last, if that is known."""
-    return state.digest in (None, digest_of_batch(batch))
+    """Return whether a batch is the one that was used last, if that is known: not of one that is on devices only."""
+    digests = {state.digest, digest_of_batch(batch)}
+    return None in digests or len(digests) == 1
 
 
 def check_same_batch(name: str, state: IteratorState, batch: Any) -> None:
