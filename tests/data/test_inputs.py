@@ -584,6 +584,26 @@ def test_code_of_data_has_the_global_seeds_of_plain_keras():
     assert ours == plain
 
 
+def test_a_seed_that_a_callback_sets_holds_until_it_sets_another_one():
+    def drawn(scope):
+        seen = []
+
+        def begin(epoch, logs):
+            keras.utils.set_random_seed(7)
+            seen.append(float(keras.random.normal(())))
+
+        def end(epoch, logs):
+            seen.append(float(keras.random.normal(())))
+
+        batches = ((X[:8], X[:8, :1]) for _ in range(9))
+        callback = keras.callbacks.LambdaCallback(on_epoch_begin=begin, on_epoch_end=end)
+        linear(scope).fit(batches, steps_per_epoch=2, epochs=3, shuffle=False, verbose=0, callbacks=[callback])
+        return seen
+
+    plain, ours = map(drawn, SCOPES)
+    assert ours == plain == plain[:2] * 3
+
+
 def test_a_context_with_64_bits_holds_for_batches_that_are_read_ahead():
     seen = set()
 

@@ -10,6 +10,7 @@ import traceback
 import keras
 import pytest
 
+from lockstep._keras import trainer
 from lockstep.data import sources
 from lockstep.data.prefetch import InlineReader, Prefetcher
 from lockstep.data.sources import DatasetSource
@@ -79,6 +80,73 @@ def test_no_more_is_read_ahead_than_the_depth(depth):
     left = feed.close(failed=False)
     assert state["ahead"] <= depth + 1  # The last take gave its place free a moment before it was counted here.
     assert left == list(range(101, state["asked"] + 1))
+
+
+@pytest.fixture
+def policies():
+    """Restores Keras's policy of this thread."""
+    before = keras.config.dtype_policy()
+    yield
+    keras.config.set_dtype_policy(before)
+
+
+def test_a_policy_that_the_caller_sets_stays_and_holds_for_later_batches(policies):
+    seen, begun, go_on = [], threading.Event(), threading.Event()
+
+    def read():
+        if len(seen) == 2:
+            begun.set()
+            assert go_on.wait(10)
+        seen.append(keras.config.dtype_policy().name)
+        return len(seen)
+
+    feed = Prefetcher(read, lambda: None, 1, "numbers")
+    feed.set_limit(8)
+    assert feed.take() == 1
+    assert feed.take() == 2
+    assert begun.wait(10)  # The third batch is being read.
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    go_on.set()
+    for _ in range(6):
+        feed.take()
+        assert keras.config.dtype_policy().name == "mixed_bfloat16"
+    feed.close(failed=False)
+    assert seen == ["float32"] * 3 + ["mixed_bfloat16"] * 5
+
+
+def test_a_policy_that_was_made_for_a_batch_begun_before_does_not_undo_the_one_that_the_caller_has_set(policies):
+    begun, go_on, numbers = threading.Event(), threading.Event(), itertools.count(1)
+
+    def read():
+        if (number := next(numbers)) == 3:
+            begun.set()
+            assert go_on.wait(10)
+            keras.config.dtype_policy()  # Makes one, as there is none.
+        return number
+
+    trainer.set_thread_state({"dtype_policy": None})
+    feed = Prefetcher(read, lambda: None, 2, "numbers")
+    feed.set_limit(4)
+    assert feed.take() == 1
+    assert begun.wait(10)
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    assert feed.take() == 2
+    go_on.set()
+    for number in (3, 4):
+        assert feed.take() == number
+        assert keras.config.dtype_policy().name == "mixed_bfloat16"
+    feed.close(failed=False)
+
+
+def test_a_policy_that_the_code_of_the_input_sets_holds_for_the_caller(policies):
+    def read():
+        keras.config.set_dtype_policy("mixed_bfloat16")
+
+    feed = Prefetcher(read, lambda: None, 2, "numbers")
+    feed.set_limit(1)
+    feed.take()
+    feed.close(failed=False)
+    assert keras.config.dtype_policy().name == "mixed_bfloat16"
 
 
 def test_an_error_comes_at_its_batch_with_its_own_traceback():

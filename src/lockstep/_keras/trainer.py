@@ -606,11 +606,15 @@ def thread_state() -> dict[str, Any]:
     return {name: global_state.get_global_attribute(name) for name in _OF_THREAD}
 
 
+def thread_state_since(before: dict[str, Any]) -> dict[str, Any]:
+    """Return the part of :func:`thread_state` that was set since it was ``before``."""
+    return {name: value for name, value in thread_state().items() if value is not before[name]}
+
+
 def set_thread_state(state: dict[str, Any]) -> None:
-    """Have this thread use what another thread had in :func:`thread_state`."""
+    """Have this thread use what another thread had in :func:`thread_state`, or a part of it."""
     for name, value in state.items():
-        if value is not None:
-            global_state.set_global_attribute(name, value)
+        global_state.set_global_attribute(name, value)
 
 
 def is_nested_evaluation(arguments: dict[str, Any]) -> bool:

@@ -71,6 +71,37 @@ def is_reading_ahead() -> bool:
     return any(thread.name == _THREAD for thread in threading.enumerate())
 
 
+class _SharedThreadState:
+    """Keras's state of the thread that takes batches and of the one that reads them: what one of them sets, the other gets.
+
+    What the taking thread sets holds until the input's code sets it for a batch that it begins later. To be made by the taking thread.
+    """
+
+    def __init__(self) -> None:
+        self._taker = trainer.thread_state()  # after the last batch was taken
+        self._reader: dict[str, Any] = {}  # before the batch that is being read
+        self._for_reader, self._for_taker = dict(self._taker), dict[str, Any]()
+
+    def begin_read(self) -> None:
+        """Use what the taking thread has set."""
+        trainer.set_thread_state(self._for_reader)
+        self._for_reader.clear()
+        self._reader = trainer.thread_state()
+
+    def end_read(self) -> None:
+        """Keep for the taking thread what the input's code has set."""
+        found = trainer.thread_state_since(self._reader)
+        self._for_taker |= {name: value for name, value in found.items() if name not in self._for_reader}
+
+    def take(self) -> None:
+        """Use what the input's code has set, and keep for it what this thread has."""
+        own = trainer.thread_state_since(self._taker)
+        self._for_reader |= own
+        trainer.set_thread_state({name: value for name, value in self._for_taker.items() if name not in own})
+        self._for_taker.clear()
+        self._taker = trainer.thread_state()
+
+
 class Prefetcher:
     """Reads up to ``depth`` batches ahead in a separate thread.
 
@@ -96,7 +127,7 @@ class Prefetcher:
         self._failure: BaseException | None = None
         self._closed = self._ended = False
         self._thread: threading.Thread | None = None
-        self._thread_state: dict[str, Any] = {}  # of Keras, where the last batch was read
+        self._thread_state: _SharedThreadState  # from the start of the thread on
         self.taken = 0
 
     def set_limit(self, batches: float) -> None:
@@ -118,7 +149,7 @@ class Prefetcher:
             if not self._ready:
                 raise self._failure or StopIteration()
             self.taken += 1
-            trainer.set_thread_state(self._thread_state)
+            self._thread_state.take()
             self._changed.notify_all()
             return self._ready.popleft()
 
@@ -151,24 +182,23 @@ class Prefetcher:
     def _start(self) -> None:
         # The thread has the context of the caller: the open scope, for example. It is a daemon, so that user code that hangs cannot
         # keep the process alive.
-        self._thread_state = trainer.thread_state()
+        self._thread_state = _SharedThreadState()
         run = functools.partial(contextvars.copy_context().run, self._run, _has_64_bits())
         self._thread = threading.Thread(target=run, name=_THREAD, daemon=True)
         self._thread.start()
 
     def _run(self, has_64_bits: bool) -> None:
         is_cancelled.set(lambda: self._closed)
-        trainer.set_thread_state(self._thread_state)
         with nullcontext() if has_64_bits == _has_64_bits() else jax.enable_x64(has_64_bits):
             self._read_ahead()
 
     def _read_ahead(self) -> None:
         try:
             while self._wait_for_room():
-                batch, state = self._read(), trainer.thread_state()
+                batch = self._read()
                 with self._changed:
                     self._ready.append(batch)
-                    self._thread_state = state
+                    self._thread_state.end_read()
                     self._changed.notify_all()
         except BaseException as error:
             # Such as that of SQLite, whose connections belong to the thread that has made them.
@@ -191,6 +221,7 @@ class Prefetcher:
                 lambda: self._closed or (len(self._ready) < self._depth and self._requested < self._limit)
             )
             self._requested += 1
+            self._thread_state.begin_read()
             return not self._closed
 
 
