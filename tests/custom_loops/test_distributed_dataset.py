@@ -2,6 +2,7 @@
 
 import gc
 import itertools
+import logging
 import threading
 import traceback
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 import lockstep
+from tests.support.waiting import DEADLINE, wait_until
 
 
 def make(replicas, devices=1):
@@ -144,6 +146,38 @@ def test_no_thread_is_left():
     del iterator, _
     gc.collect()
     assert not reading_threads()
+
+
+class Trainer:
+    """Has an iterator, and is part of a cycle of references."""
+
+    def __init__(self, batches):
+        self.batches, self.method = batches, self.step
+
+    def step(self):
+        return next(self.batches)
+
+
+def test_an_iterator_that_is_freed_in_the_thread_that_reads_it_gives_its_batches_back(caplog):
+    caplog.set_level(logging.INFO, "lockstep")
+    taken, trainers = threading.Event(), []
+
+    def numbers():
+        for number in range(6):
+            if number == 3:
+                assert taken.wait(DEADLINE)
+                trainers.clear()
+                gc.collect()  # As the interpreter may do it in any thread.
+            yield np.full(2, number)
+
+    before = set(threading.enumerate())
+    dataset = make(2).experimental_distribute_dataset(numbers(), lockstep.InputOptions(prefetch=4))
+    trainers.append(Trainer(iter(dataset)))
+    assert int(trainers[0].method().values[0][0]) == 0
+    taken.set()
+    wait_until(lambda: set(threading.enumerate()) <= before, "the threads of the iterator to end")
+    assert [int(batch.values[0][0]) for batch in dataset] == [1, 2, 3, 4, 5]
+    assert "gave up" not in caplog.text
 
 
 def test_batches_are_prefetched_up_to_the_limit():

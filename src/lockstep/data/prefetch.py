@@ -53,6 +53,10 @@ class InlineReader:
         self.taken += 1
         return batch
 
+    def is_reading_here(self) -> bool:
+        """See :class:`Prefetcher`."""
+        return False
+
     def close(self, failed: bool) -> list[Any]:
         """See :class:`Prefetcher`."""
         self._finish()
@@ -152,6 +156,10 @@ class Prefetcher:
             self._thread_state.take()
             self._changed.notify_all()
             return self._ready.popleft()
+
+    def is_reading_here(self) -> bool:
+        """Return whether the calling thread is the one that reads, for whose end :meth:`close` waits."""
+        return threading.current_thread() is self._thread
 
     def close(self, failed: bool) -> list[Any]:
         """End all work and return the batches that were read and not taken; one that hangs is given up, after a failure at once."""

@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import inspect
 import itertools
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -309,6 +310,12 @@ class ResumableIterator:
         if self._closed:
             return
         self._closed = True
+        if self._reader.is_reading_here():  # The garbage collector runs in any thread, and has freed the owner in this one.
+            threading.Thread(target=self._end, args=(False,), name="lockstep-prefetch-end", daemon=True).start()
+        else:
+            self._end(failed)
+
+    def _end(self, failed: bool) -> None:
         left = [read.host for read in self._reader.close(failed)]
         if self._check:
             self._check.close()
