@@ -1,7 +1,10 @@
 """Custom training loops: ``run``, meetings of replicas, reductions, contexts; on several topologies."""
 
 import contextlib
+import gc
 import itertools
+import weakref
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -106,6 +109,69 @@ def test_a_function_is_traced_once_for_arguments_of_one_kind():
     for start in range(3):
         strategy.run(step, (one_batch(strategy, np.arange(start, start + 4.0)), jnp.float32(start)))
     assert traces == [(2,)]
+
+
+class Owner:
+    """Has what a function reads, and such a function; it has no hash."""
+
+    def __init__(self):
+        self.variable, self.traces = keras.Variable([1.0, 2.0]), 0
+
+    def __eq__(self, other):
+        return True
+
+    def step(self, rows):
+        self.traces += 1
+        return rows.sum() + self.variable
+
+    __call__ = step
+
+
+class Fixed(NamedTuple):
+    """Without weak references."""
+
+    traces: list
+
+    def step(self, rows):
+        self.traces.append(rows.shape)
+        return rows.sum()
+
+
+@pytest.mark.parametrize("made", [Owner, lambda: Fixed([])], ids=["object", "tuple"])
+def test_a_bound_method_is_traced_once_for_each_object(made):
+    strategy = make(2, 2)
+    batch = one_batch(strategy, np.arange(4.0))
+    for owner in made(), made():
+        strategy.run(owner.step, (batch,))
+        count = owner.traces if isinstance(owner, Owner) else len(owner.traces)
+        assert count
+        strategy.run(owner.step, (batch,))
+        assert count == (owner.traces if isinstance(owner, Owner) else len(owner.traces))
+
+
+@pytest.mark.parametrize(
+    "function_of",
+    [lambda owner: lambda rows: owner.step(rows), lambda owner: owner.step, lambda owner: owner],
+    ids=["function", "method", "object"],
+)
+def test_what_a_function_has_read_is_freed_with_it(function_of):
+    strategy, owner = make(2, 2), Owner()
+    freed = [weakref.ref(owner), weakref.ref(owner.variable)]
+    strategy.run(function_of(owner), (one_batch(strategy, np.arange(4.0)),))
+    del owner
+    gc.collect()
+    assert [ref() for ref in freed] == [None, None]
+
+
+def test_a_model_that_a_function_calls_is_freed_with_it():
+    strategy = make(2, 2)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((3,)), layers.Dropout(0.5), layers.Dense(2)])
+    freed = weakref.ref(model)
+    strategy.run(lambda rows, own=model: own(rows), (one_batch(strategy, np.ones((4, 3), "float32")),))
+    del model
+    gc.collect()
+    assert freed() is None
 
 
 def test_it_becomes_part_of_a_step_that_the_user_compiles(strategy):

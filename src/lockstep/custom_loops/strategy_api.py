@@ -2,9 +2,11 @@
 
 import functools
 import operator
-from collections.abc import Callable, Iterable
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from types import MethodType
 from typing import Any
 
 import jax
@@ -51,31 +53,73 @@ from lockstep.devices.placement import DEVICE_AXIS, Placement, is_spread, local_
 from lockstep.distributed.resolvers import ClusterResolver
 from lockstep.execution.compiled_step import start_lock
 
-_MAX_REMEMBERED_CALLS = 4096  # of run, and which variables they read: as many as jax.jit keeps
+_MAX_REMEMBERED_CALLS = 4096  # of one function, and which variables they read: as many as jax.jit keeps
+
+Function = Callable[..., Any]
 
 
 @dataclass(frozen=True)
-class _RunCall:
-    """A call of ``run`` but for the values among its arguments: calls that are equal share one compiled program.
+class _Arguments:
+    """Arguments of a call of ``run`` but for the values among them: calls of a function with equal ones share one compiled program.
 
     Args:
-        function: what the replicas run.
-        structure: tree structure of its arguments.
+        structure: their tree structure.
         are_values: which of them are values.
         fixed: the others.
     """
 
-    function: Callable[..., Any]
     structure: jax.tree_util.PyTreeDef
     are_values: tuple[bool, ...]
     fixed: tuple[Any, ...]
 
-    def __call__(self, values: Iterable[Any]) -> Any:
-        """Call the function with these values."""
+    def call(self, fn: Function, values: Iterable[Any]) -> Any:
+        """Call a function with these values."""
         own, others = iter(values), iter(self.fixed)
         leaves = [next(own) if is_value else next(others) for is_value in self.are_values]
         args, kwargs = jax.tree.unflatten(self.structure, leaves)
-        return self.function(*args, **kwargs)
+        return fn(*args, **kwargs)
+
+
+@dataclass(frozen=True)
+class _Program:
+    """What a function that ``run`` has called is compiled to.
+
+    Args:
+        compiled: is called with :class:`_Arguments`, the values among the arguments, and those of the variables that it reads.
+        variables_read: returns the variables that it reads without having them as arguments, in the order in which they were found.
+    """
+
+    compiled: Callable[[_Arguments, list[Any], list[jax.Array]], Any]
+    variables_read: Callable[[_Arguments], list[keras.Variable]]
+
+
+class _Programs:
+    """Programs by function, which they do not keep alive: each is dropped with its function, as those of ``jax.jit`` are.
+
+    Args:
+        make: makes the program of a function, given what returns the function.
+    """
+
+    def __init__(self, make: Callable[[Callable[[], Any]], _Program]) -> None:
+        self._make = make
+        self._kept: dict[Any, tuple[Callable[[], Any], _Program]] = {}
+
+    def of(self, fn: Function) -> _Program:
+        """Return the program of a function; a bound method is another object each time, and has that of its object and function."""
+        key = (id(fn.__self__), id(fn.__func__)) if isinstance(fn, MethodType) else id(fn)
+        if key not in self._kept:
+            kept = self._kept
+            function = _reference_to(fn, lambda _: kept.pop(key, None))
+            kept[key] = function, self._make(function)
+        return self._kept[key][1]
+
+
+def _reference_to(fn: Any, at_end: Callable[[Any], Any]) -> Callable[[], Any]:
+    """Return what returns a function, weakly: ``at_end`` is called when it is freed. What has no weak references is kept."""
+    try:
+        return weakref.WeakMethod(fn, at_end) if isinstance(fn, MethodType) else weakref.ref(fn, at_end)
+    except TypeError:  # A method of a named tuple, for example.
+        return lambda: fn
 
 
 class StrategyApi:
@@ -127,7 +171,7 @@ class StrategyApi:
         """Call ``fn`` on every replica.
 
         Inside ``jax.jit`` the call becomes part of the compiled step; outside it is compiled separately, once for each ``fn``
-        and each kind of argument, as ``jax.jit`` would. ``fn`` is traced once for all replicas whose arguments have the same
+        and each kind of argument, and freed with ``fn``, as ``jax.jit`` would. ``fn`` is traced once for all replicas whose arguments have the same
         shapes. A Keras model draws different noise on each replica, and the non-trainable values that its
         ``stateless_call`` returns are merged over the replicas, as in ``fit``; but a variable without ``aggregation`` whose value ``fit``
         would compute on the global batch is refused.
@@ -173,38 +217,55 @@ class StrategyApi:
             check_hashable(leaf)
         values = [leaf for leaf, value in zip(leaves, are_values, strict=True) if value]
         with explain_tracer_errors():
-            return self._run_or_compile(_RunCall(fn, structure, are_values, fixed), values)
+            return self._run_or_compile(fn, _Arguments(structure, are_values, fixed), values)
 
-    def _run_or_compile(self, call: _RunCall, values: list[Any]) -> Any:
+    def _run_or_compile(self, fn: Function, arguments: _Arguments, values: list[Any]) -> Any:
         """Run as part of the step that is being traced; outside of one, compile the call first, with the variables that it reads as arguments."""
         if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(values)):
-            return self._run(call, values, None)
+            return self._run(fn, arguments, values)
         shared = self._placement.put([None if is_per_replica(x) else check_host_argument(x) for x in values])
         placed = [own if is_per_replica(own) else x for own, x in zip(values, shared, strict=True)]
-        read = self._variables_read(call)
+        program = self._programs.of(fn)
+        read = program.variables_read(arguments)
         while True:
             # With a dtype: Keras's first value of a number has a weak one, for which JAX would trace again.
             newest = self._placement.put([jnp.asarray(one.value, one.value.dtype) for one in read])
             try:
                 with start_lock(self._placement.devices):
-                    return self._run_compiled(call, placed, newest)
+                    return program.compiled(arguments, placed, newest)
             except _UnknownVariablesError as error:
                 read.extend(error.variables)
 
     @cached_property
-    def _variables_read(self) -> Callable[[_RunCall], list[keras.Variable]]:
-        """The variables that a call of ``run`` reads without having them as arguments, in the order in which they were found."""
-        return functools.lru_cache(_MAX_REMEMBERED_CALLS)(lambda call: [])
+    def _programs(self) -> _Programs:
+        return _Programs(self._make_program)
 
-    def _run(self, call: _RunCall, values: list[Any], read: list[jax.Array] | None) -> Any:
+    def _make_program(self, function: Callable[[], Any]) -> _Program:
+        variables_read = functools.lru_cache(_MAX_REMEMBERED_CALLS)(lambda arguments: list[keras.Variable]())
+
+        def run(arguments: _Arguments, values: list[Any], read: list[jax.Array]) -> Any:
+            known = variables_read(arguments)[: len(read)]
+            return self._run(function(), arguments, values, known, read)
+
+        return _Program(jax.jit(run, static_argnums=0), variables_read)
+
+    def _run(
+        self,
+        fn: Function,
+        arguments: _Arguments,
+        values: list[Any],
+        known: Sequence[keras.Variable] = (),
+        read: list[jax.Array] | None = None,
+    ) -> Any:
         """Trace the replicas.
 
         Args:
-            call: what they run.
+            fn: what they run.
+            arguments: its arguments but for values.
             values: arrays, of each replica or shared.
-            read: values of the first of ``_variables_read``; None: those of all variables are constants, as in any function that the user traces.
+            known: variables that it reads.
+            read: their values; None: those of all variables are constants, as in any function that the user traces.
         """
-        known = self._variables_read(call)[: len(read)] if read else []
 
         def on_replica(replica: jax.Array, own: list[Any], gathered_shapes: Callable[[Any], list[Any]]) -> Any:
             pairs = zip(values, own, strict=False)
@@ -212,7 +273,7 @@ class StrategyApi:
             context = ReplicaContext(self, replica, gathered_shapes, lengths)
             access = _VariableAccess(known, own[len(values) :])
             with in_context(self, context), models_on_replica(), access:
-                found = call(own[: len(values)])
+                found = arguments.call(fn, own[: len(values)])
             access.refuse_assignments()
             if read is not None:
                 access.check_known()
@@ -431,10 +492,6 @@ class StrategyApi:
             )
         return (self._input_options if options is None else options).prefetch
 
-    @cached_property
-    def _run_compiled(self) -> Any:
-        return jax.jit(self._run, static_argnums=0)
-
     def _sum_stacks(self, values: list[list[jax.Array]], ops: CrossDeviceOps | None = None) -> list[jax.Array]:
         """Sum for each value its stacks ``(replicas of a group, …)`` over axis 0 in its dtype; between devices by one cross-device operation."""
         devices, operation = self._placement.devices, ops or self._ops
@@ -476,7 +533,7 @@ class _VariableAccess(keras.StatelessScope):
         values: their values.
     """
 
-    def __init__(self, known: list[keras.Variable], values: list[Any]) -> None:
+    def __init__(self, known: Sequence[keras.Variable], values: list[Any]) -> None:
         super().__init__(state_mapping=list(zip(known, values, strict=True)))
         self._known = {id(variable) for variable in known}
         self._unknown: dict[int, keras.Variable] = {}
