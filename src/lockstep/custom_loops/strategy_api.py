@@ -171,8 +171,8 @@ class StrategyApi:
         """Call ``fn`` on every replica.
 
         Inside ``jax.jit`` the call becomes part of the compiled step; outside it is compiled separately, once for each ``fn``
-        and each kind of argument, and freed with ``fn``, as ``jax.jit`` would. ``fn`` is traced once for all replicas whose arguments have the same
-        shapes. A Keras model draws different noise on each replica, and the non-trainable values that its
+        and each kind of argument, and freed with ``fn``, as ``jax.jit`` would. ``fn`` is traced once for all replicas whose arguments
+        have the same shapes. A Keras model draws different noise on each replica, and the non-trainable values that its
         ``stateless_call`` returns are merged over the replicas, as in ``fit``; but a variable without ``aggregation`` whose value ``fit``
         would compute on the global batch is refused.
 

@@ -75,9 +75,8 @@ class CachedSource(WrappedSource):
         super().__init__(source)
         self._store, self._change = store, change
         self._lock = threading.Lock()
-        self._reading: object = (
-            None  # stands for the pass whose batches are kept; a thread may still be in an earlier one
-        )
+        # Stands for the pass whose batches are kept; a thread may still be in an earlier one.
+        self._reading: object = None
         self._kept: int | None = None
         self._is_tracked = False
         self._hooks: list[EpochHook] = []  # that have run before what is kept was read
