@@ -16,7 +16,7 @@ from lockstep.parameter_server.function_scheduler_base import (
     set_weights,
 )
 from lockstep.parameter_server.rpc import ClientSession
-from lockstep.parameter_server.state_sync import SeedOffsets
+from lockstep.parameter_server.state_sync import FollowedState, SeedOffsets
 from lockstep.parameter_server.task_dispatcher import SyncPointLog, TaskDispatcher, TaskQueue
 from lockstep.parameter_server.variable_store import CompletedIds
 from tests.support.processes import own_host
@@ -255,6 +255,14 @@ def test_seed_offsets_give_the_numbers_of_sequential_steps():
     assert second[1] is average
     assert draws.apply([seed, average], 2, replica=1)[0].tolist() != [7, 16]
     assert draws.apply([seed, average], -1)[0].tolist() == [7, 7]  # of a worker that was lost for a while
+
+
+def test_seeds_of_a_function_of_many_steps_on_several_devices():
+    seed = np.array([7, 10], "uint32")
+    followed = FollowedState([StateMerge.SEED], lambda: ({"number": 1, "update": 0}, {"0": seed}))
+    values = followed.newest(1, {})
+    drawn = [followed.at_step(values, lambda: [seed + np.uint32([0, 3])], 0, replica) for replica in (0, 2, 2**20)]
+    assert len({tuple(one) for (one,) in drawn}) == 3
 
 
 def test_after_a_join_the_processes_agree_on_the_steps_and_the_learning_rate_of_the_optimizer():

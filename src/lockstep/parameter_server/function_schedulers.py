@@ -495,7 +495,7 @@ class FunctionRunner:
         if not self._steps:
             self._non_trainable = self._followed.newest(task.what["state"], task.arrays)
         make = lambda: step(values, self._non_trainable, metrics, batch, made).non_trainable  # noqa: E731
-        before = self._followed.at_step(self._non_trainable, make, task.number, self._steps, step.replicas)
+        before = self._followed.at_step(self._non_trainable, make, task.number, self._steps * step.replicas)
         found = step(values, before, metrics, batch, made)
 
         def repeat(others: Sequence[Any], _: Sequence[Any]) -> StepState:

@@ -23,8 +23,6 @@ from lockstep.parameter_server.variable_client import VariableClient, join_shard
 _LEAST_SHARE = 0.01  # of a moving average that stays in a step; one of less is replaced by each batch
 _TOLERANCE = 1e-2  # of the largest number of a change
 
-_REPLICAS = 2**16  # more than a worker has
-
 STATE = "state"  # Key under which the chief publishes the values of non-trainable variables.
 _METRIC, _OTHER, _NEW = "metric/", "other/", "new/"
 
@@ -304,22 +302,18 @@ class FollowedState:
             self._published = [arrays[str(n)] for n in range(len(self._rules))]
         return DeltaAccumulator.with_changing_values(self._published, changing)
 
-    def at_step(
-        self, values: Values, make: Callable[[], Values], step: int, part: int, replicas: int
-    ) -> list[np.ndarray]:
-        """Return values with the seeds of a part of a step.
+    def at_step(self, values: Values, make: Callable[[], Values], step: int, replica: int) -> list[np.ndarray]:
+        """Return values with the seeds of a step.
 
         Args:
             values: values of the non-trainable variables.
             make: makes a step; called the first time, to learn how a step advances seeds.
             step: number of the step.
-            part: number of the part. Each draws other random numbers, and with one replica those of the replica of that number.
-            replicas: number of replicas of this worker, which a step numbers from 0.
+            replica: number of the worker's first replica. Each number draws other random numbers.
         """
         if self._seed_offsets is None:
             self._seed_offsets = SeedOffsets(self._rules, make(), values)
-        number = part if replicas == 1 else (part + 1) * _REPLICAS
-        return self._seed_offsets.apply(values, step - self._first_step, number)
+        return self._seed_offsets.apply(values, step - self._first_step, replica)
 
 
 class StateSync:

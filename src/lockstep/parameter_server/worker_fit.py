@@ -32,6 +32,7 @@ from lockstep.parameter_server.task_client import CallResult, Task, TaskClient, 
 from lockstep.parameter_server.task_dispatcher import Result
 from lockstep.parameter_server.variable_client import BatchPart, VariableClient
 
+_REPLICAS = 2**16  # more than a worker has
 NEWEST_EPOCH = "newest epoch"  # Key under which the chief publishes the last finished epoch.
 
 
@@ -104,8 +105,9 @@ class WorkerFit:
         self._update_state(what, task.arrays)
         values = self._pull_values(batch, batch_part)
         make = lambda: self._compute(values, self._non_trainable, self._zero_metrics, batch).non_trainable  # noqa: E731
-        replicas = self._step.replicas
-        non_trainable = self._followed.at_step(self._non_trainable, make, what["update"], part or 0, replicas)
+        # A step numbers the replicas of a worker from 0; workers may have different numbers of devices.
+        first = 0 if part is None else part if self._step.replicas == 1 else (part + 1) * _REPLICAS
+        non_trainable = self._followed.at_step(self._non_trainable, make, what["update"], first)
         found = self._compute(values, non_trainable, self._zero_metrics, batch)
         if self._touched.has_nan_rows and has_nan(found):
             values = self._pull_values(batch, batch_part, is_whole=True)
