@@ -137,6 +137,7 @@ def with_variable(name, value):
         ("JAX_ENABLE_X64", "1"),
         ("JAX_DEFAULT_MATMUL_PRECISION", "highest"),
         ("JAX_PLATFORMS", "tpu,cpu"),
+        ("JAX_DISABLE_JIT", "1"),
     ],
 )
 def test_variables_of_jax_that_a_script_sets_too_late_for_this_process_are_told(script, monkeypatch, name, value):

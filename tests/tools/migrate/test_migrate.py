@@ -411,6 +411,18 @@ def test_logits_of_a_model_of_its_own_class_are_marked(output, loss):
     assert [write in sentence for sentence in marked] == [True] * ("Dense(3)" not in output)
 
 
+@pytest.mark.parametrize("model", [
+    "m = tf.keras.Model(i, tf.keras.layers.Softmax()(x))\n",
+    "m = tf.keras.Sequential([tf.keras.layers.Dense(3), tf.keras.layers.Softmax()])\n",
+    "class Base(tf.keras.Model):\n    pass\nclass Net(Base):\n    def call(self, x):\n        return tf.nn.softmax(x)\n",
+])  # fmt: skip
+def test_logits_of_a_model_that_ends_with_a_softmax_of_another_form_are_marked(model):
+    found = translate(TF + model + CLAIM.format("CategoricalCrossentropy"))
+    assert ["write from_logits=False" in mark.sentence for mark in found.todos if "from_logits" in mark.sentence] == [
+        True
+    ]
+
+
 @pytest.mark.parametrize("after", [
     "p = tf.nn.softmax(model(x)).numpy()\n",
     "q = tf.keras.Sequential([model, tf.keras.layers.Softmax()])\n",

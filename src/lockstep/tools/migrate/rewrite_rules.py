@@ -2,7 +2,7 @@
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import takewhile
 
 from lockstep.tools.migrate.source import Edit, ImportBindings, SourceText, parameters_of
@@ -331,19 +331,32 @@ def _claims_of_logits(source: SourceText, bindings: ImportBindings) -> Iterator[
 
 
 def _has_activation(source: SourceText, bindings: ImportBindings, activation: str) -> bool:
-    """Return whether a program names an activation by a string, or a model of its own class calls its function or layer.
+    """Return whether a program names an activation by a string, in a model of its own class, or by a layer that is called or ends a list.
 
-    Elsewhere, such calls make probabilities of what a model returns.
+    Elsewhere, such a function or layer makes probabilities of what a model returns, or attention.
     """
-    words = [node.value for node in ast.walk(source.tree) if isinstance(node, ast.Constant)]
-    models = [node for node in ast.walk(source.tree) if isinstance(node, ast.ClassDef) and _is_model(bindings, node)]
-    inside = {id(node) for model in models for node in ast.walk(model)}
-    named = [chain for chain in bindings.chains if chain.name.rpartition(".")[2].lower() == activation]
-    return activation in words or any(id(chain.node) in inside for chain in named)
+    nodes = list(ast.walk(source.tree))
+    named = {id(one.node) for one in bindings.chains if one.name.rpartition(".")[2].lower() == activation}
+    inside = {id(node) for model in _own_models(nodes, bindings) for node in ast.walk(model)}
+    lists = [node.elts for node in nodes if isinstance(node, ast.List)]
+    made = [node.func for node in nodes if isinstance(node, ast.Call)]  # As in Softmax()(x).
+    made += [one[-1] for one in lists if one and all(isinstance(each, ast.Call) for each in one)]
+    layers = [one.func for one in made if isinstance(one, ast.Call)]
+    words = [node.value for node in nodes if isinstance(node, ast.Constant)]
+    return activation in words or bool(named & inside) or any(id(layer) in named for layer in layers)
 
 
-def _is_model(bindings: ImportBindings, node: ast.ClassDef) -> bool:
-    return any(translated(bindings.name_of(base)) in _MODELS for base in node.bases)
+def _own_models(nodes: Sequence[ast.AST], bindings: ImportBindings) -> list[ast.ClassDef]:
+    """Return the classes of a program that are models, also by way of other ones, in their order."""
+    found: dict[str, ast.ClassDef] = {}
+    for node in nodes:
+        bases = node.bases if isinstance(node, ast.ClassDef) else []
+        is_own = any(isinstance(base, ast.Name) and base.id in found for base in bases)
+        if isinstance(node, ast.ClassDef) and (
+            is_own or any(translated(bindings.name_of(x)) in _MODELS for x in bases)
+        ):
+            found[node.name] = node
+    return list(found.values())
 
 
 def _last_activations(source: SourceText, bindings: ImportBindings) -> Iterator[str]:
