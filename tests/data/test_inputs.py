@@ -584,6 +584,25 @@ def test_code_of_data_has_the_global_seeds_of_plain_keras():
     assert ours == plain
 
 
+def test_a_seed_that_a_callback_sets_at_the_begin_of_an_epoch_is_that_of_its_batches():
+    """Plain Keras reads two batches before the first epoch begins."""
+
+    def drawn(scope):
+        seen = []
+
+        def batches():
+            while True:
+                seen.append(float(keras.random.normal(())))
+                yield X[:8], X[:8, :1]
+
+        callback = keras.callbacks.LambdaCallback(on_epoch_begin=lambda epoch, logs: keras.utils.set_random_seed(epoch))
+        linear(scope).fit(batches(), steps_per_epoch=2, epochs=3, shuffle=False, verbose=0, callbacks=[callback])
+        return seen
+
+    plain, ours = map(drawn, SCOPES)
+    assert ours[-4:] == plain[-4:]
+
+
 def test_a_seed_that_a_callback_sets_holds_until_it_sets_another_one():
     def drawn(scope):
         seen = []

@@ -115,9 +115,9 @@ class CachedSource(WrappedSource):
             number += 1
             # An epoch that has taken the last batch may end without a look for another one.
             if number == self._source.num_batches:
-                self._has_read(number, digest.hexdigest())
+                self._has_read(reading, number, digest.hexdigest())
             yield batch
-        self._has_read(number, digest.hexdigest())
+        self._has_read(reading, number, digest.hexdigest())
 
     def _clear(self) -> object:
         """Drop all batches, and those that an earlier pass may still read; return what stands for the pass that begins."""
@@ -133,9 +133,11 @@ class CachedSource(WrappedSource):
                 self._store.append(batch)
             return self._reading is reading
 
-    def _has_read(self, number: int, digest: str) -> None:
+    def _has_read(self, reading: object, number: int, digest: str) -> None:
         state = {"hooks": self._hooks, "random": self._random, "digest": digest, "order": self._order}
-        self._kept, self._state = number, state
+        with self._lock:
+            if self._reading is reading:
+                self._kept, self._state = number, state
 
     def _fill_as_before(self) -> None:
         """Read the first pass as another process has read it, unless that is done: hooks that follow may change the data."""

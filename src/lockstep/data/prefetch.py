@@ -97,11 +97,17 @@ class _SharedThreadState:
         found = trainer.thread_state_since(self._reader)
         self._for_taker |= {name: value for name, value in found.items() if name not in self._for_reader}
 
-    def take(self) -> None:
-        """Use what the input's code has set, and keep for it what this thread has."""
+    def publish(self) -> None:
+        """Keep for the reading thread what this thread has set."""
         own = trainer.thread_state_since(self._taker)
         self._for_reader |= own
-        trainer.set_thread_state({name: value for name, value in self._for_taker.items() if name not in own})
+        self._for_taker = {name: value for name, value in self._for_taker.items() if name not in own}
+        self._taker = trainer.thread_state()
+
+    def take(self) -> None:
+        """Use what the input's code has set."""
+        self.publish()
+        trainer.set_thread_state(self._for_taker)
         self._for_taker.clear()
         self._taker = trainer.thread_state()
 
@@ -138,6 +144,8 @@ class Prefetcher:
         """Allow ``batches`` more batches to be read than were taken so far."""
         with self._changed:
             self._limit = self.taken + batches
+            if self._thread is not None:  # Before the next batch is begun.
+                self._thread_state.publish()
             self._changed.notify_all()
 
     def is_waiting(self) -> bool:
@@ -149,6 +157,7 @@ class Prefetcher:
         with self._changed:
             if self._thread is None:
                 self._start()
+            self._thread_state.publish()
             self._wait(lambda: self._ready or self._ended or self.taken >= self._limit)
             if not self._ready:
                 raise self._failure or StopIteration()
