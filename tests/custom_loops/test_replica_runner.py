@@ -1,6 +1,7 @@
 """Custom training loops: ``run``, meetings of replicas, reductions, contexts; on several topologies."""
 
 import contextlib
+import dataclasses
 import gc
 import itertools
 import weakref
@@ -161,6 +162,29 @@ def test_what_a_function_has_read_is_freed_with_it(function_of):
     del owner
     gc.collect()
     assert [ref() for ref in freed] == [None, None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Multiply:
+    """Equal to others of the same factor."""
+
+    factor: float
+
+    def __call__(self, rows):
+        FACTORS.append(self.factor)
+        return self.factor * rows.sum()
+
+
+FACTORS = []
+
+
+def test_equal_objects_share_a_program():
+    strategy, batch = make(2, 2), np.arange(4.0)
+    FACTORS.clear()
+    for factor in (2.0, 2.0, 3.0, 2.0):
+        strategy.run(Multiply(factor), (one_batch(strategy, batch),))
+        gc.collect()
+    assert FACTORS in ([2.0, 3.0], [2.0, 2.0, 3.0, 3.0])  # Once for each kind of replicas.
 
 
 def test_a_model_that_a_function_calls_is_freed_with_it():

@@ -96,6 +96,8 @@ class _Program:
 class _Programs:
     """Programs by function, which they do not keep alive: each is dropped with its function, as those of ``jax.jit`` are.
 
+    Equal objects of a class that has a hash of its own share a program. Of these a limited number is kept, and of what has no weak references.
+
     Args:
         make: makes the program of a function, given what returns the function.
     """
@@ -103,23 +105,22 @@ class _Programs:
     def __init__(self, make: Callable[[Callable[[], Any]], _Program]) -> None:
         self._make = make
         self._kept: dict[Any, tuple[Callable[[], Any], _Program]] = {}
+        self._of_equal = functools.lru_cache(_MAX_REMEMBERED_CALLS)(lambda fn: make(lambda: fn))
 
     def of(self, fn: Function) -> _Program:
         """Return the program of a function; a bound method is another object each time, and has that of its object and function."""
+        is_method = isinstance(fn, MethodType)
+        if not is_method and getattr(type(fn), "__hash__", None) not in (None, object.__hash__):
+            return self._of_equal(fn)
         key = (id(fn.__self__), id(fn.__func__)) if isinstance(fn, MethodType) else id(fn)
         if key not in self._kept:
             kept = self._kept
-            function = _reference_to(fn, lambda _: kept.pop(key, None))
+            try:
+                function = (weakref.WeakMethod if is_method else weakref.ref)(fn, lambda _: kept.pop(key, None))
+            except TypeError:  # A method of a named tuple, for example, has no weak references.
+                return self._of_equal(fn)
             kept[key] = function, self._make(function)
         return self._kept[key][1]
-
-
-def _reference_to(fn: Any, at_end: Callable[[Any], Any]) -> Callable[[], Any]:
-    """Return what returns a function, weakly: ``at_end`` is called when it is freed. What has no weak references is kept."""
-    try:
-        return weakref.WeakMethod(fn, at_end) if isinstance(fn, MethodType) else weakref.ref(fn, at_end)
-    except TypeError:  # A method of a named tuple, for example.
-        return lambda: fn
 
 
 class StrategyApi:
