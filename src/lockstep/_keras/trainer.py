@@ -591,9 +591,7 @@ def _intercepting(original: Callable[..., Any], name: str) -> Callable[..., Any]
             return original(self, *args, **kwargs)
         claim(self)
         own = self.__dict__.get(name)
-        if own is None:
-            return original(self, *args, **kwargs)
-        return vars(own).get(_OF_SUPER, own)(*args, **kwargs)
+        return original(self, *args, **kwargs) if own is None else vars(own).get(_OF_SUPER, own)(*args, **kwargs)
 
     return method
 
