@@ -49,9 +49,8 @@ from lockstep._keras.patches import (
 from lockstep._keras.variable_placement import VariableSharder, lay_out, lay_out_uninitialized
 
 FUNCTIONS = ("train", "test", "predict")
-_OF_SUPER = (
-    "of_super"  # Attribute of a function that replaces a method of a model's own class: what ``super()`` calls in that.
-)
+# Attribute of a function that replaces a method of a model's own class: what ``super()`` calls in that method.
+_OF_SUPER = "of_super"
 _STRATEGY = "_lockstep_owner"
 DEFAULT_BATCH_SIZE = 32  # of fit, evaluate and predict
 STATE_KINDS = ("trainable_variables", "non_trainable_variables", "optimizer_variables", "metrics_variables")

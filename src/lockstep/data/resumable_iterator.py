@@ -310,9 +310,7 @@ class ResumableIterator:
         if self._closed:
             return
         self._closed = True
-        if (
-            self._reader.is_reading_here()
-        ):  # The garbage collector runs in any thread, and has freed the owner in this one.
+        if self._reader.is_reading_here():  # The garbage collector runs in any thread; here it has freed the owner.
             threading.Thread(target=self._end, args=(False,), name="lockstep-prefetch-end", daemon=True).start()
         else:
             self._end(failed)

@@ -109,9 +109,8 @@ class ChiefFitDispatch(ProcessGroup):
             raise
         data.close()  # If the epoch was cut short, the iterator of the input is closed here.
         result = {"epoch": list(history.epoch), "taken": data.total_taken, "random": capture_random_state()}
-        logs = json.dumps(
-            as_json(history.history), default=str
-        )  # What JSON has no form for is text in the history of other processes.
+        # What JSON has no form for is text in the history of other processes.
+        logs = json.dumps(as_json(history.history), default=str)
         texts = {_HOOKS: as_text(data.epoch_hooks), _HISTORY: logs.encode()}
         values = {name: np.asarray(variable.value) for name, variable in synced_variables(model).items()}
         kept = {name: np.frombuffer(text, np.uint8) for name, text in texts.items()}

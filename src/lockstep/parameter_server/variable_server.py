@@ -165,16 +165,16 @@ class VariableService:
                 self._previous = self._store.snapshot
             if pushes and name:
                 self._being_applied.add(name)
-            elif name:  # The chief takes a repeated push for done: its first one may not be in the values yet.
+            elif name:  # The chief takes a repeated push for done, and its first one may not be in the values yet. The client has a limit.
                 while name in self._being_applied and not session.is_gone():
                     self._changed.wait(POLL_SECONDS)
         try:
             version = self._store.apply(pushes) if pushes else None  # Outside the lock: pulls need not wait.
         finally:
-            with self._changed:
-                if pushes and name:
+            if pushes and name:
+                with self._changed:
                     self._being_applied.discard(name)
-                self._changed.notify_all()
+                    self._changed.notify_all()
         with self._changed:
             if version is not None:
                 self.staleness[max(0, version - 1 - pulled)] += 1

@@ -350,12 +350,10 @@ def _own_models(nodes: Sequence[ast.AST], bindings: ImportBindings) -> list[ast.
     """Return the classes of a program that are models, also by way of other ones, in their order."""
     found: dict[str, ast.ClassDef] = {}
     for node in nodes:
-        bases = node.bases if isinstance(node, ast.ClassDef) else []
-        is_own = any(isinstance(base, ast.Name) and base.id in found for base in bases)
-        if isinstance(node, ast.ClassDef) and (
-            is_own or any(translated(bindings.name_of(x)) in _MODELS for x in bases)
-        ):
-            found[node.name] = node
+        if isinstance(node, ast.ClassDef):
+            is_own = any(isinstance(base, ast.Name) and base.id in found for base in node.bases)
+            if is_own or any(translated(bindings.name_of(base)) in _MODELS for base in node.bases):
+                found[node.name] = node
     return list(found.values())
 
 
