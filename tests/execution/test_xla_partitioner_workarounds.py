@@ -1,6 +1,8 @@
 """Operations that XLA would divide with wrong gradients, or not at all, have the numbers of one device: decision 67."""
 
 import contextlib
+from functools import partial
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -8,10 +10,12 @@ import keras
 import numpy as np
 import pytest
 from jax import lax
+from jax.experimental import pallas
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from keras import layers, ops
 
 import lockstep
+from lockstep._errors import ModelError
 from lockstep.execution.xla_partitioner_workarounds import constrain_partitioning
 
 ROWS = 8
@@ -215,6 +219,43 @@ def test_operations_in_loops_branches_and_calls_are_constrained(function):
     program = step_on_two_devices(function, x)
     found, _ = program(*jax.device_put((np.float32(1), x), program.input_shardings[0]))
     np.testing.assert_allclose(found, function(jnp.tanh(x)), rtol=1e-5, atol=1e-6)
+
+
+def accumulated(x, interpret=True):
+    """Return cumulative sums of each row, by a kernel."""
+
+    def kernel(values, result):
+        result[...] = jnp.cumsum(values[...])
+
+    shape = jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
+    return jax.vmap(pallas.pallas_call(kernel, out_shape=shape, interpret=interpret, name="accumulate"))(x)
+
+
+def test_a_kernel_keeps_its_operations():
+    x = np.random.default_rng(0).normal(size=(ROWS, 6)).astype("float32")
+    program = step_on_two_devices(accumulated, x)
+    found, _ = program(*jax.device_put((np.float32(1), x), program.input_shardings[0]))
+    np.testing.assert_allclose(found, np.cumsum(np.tanh(x), 1), rtol=1e-5)
+
+
+@pytest.mark.parametrize("is_divided", [False, True])
+def test_a_kernel_of_tpus_that_is_not_divided_is_an_error(is_divided):
+    """JAX would say that Mosaic kernels cannot be automatically partitioned, and not which one of whom."""
+    own = Mesh(np.asarray(jax.devices()[:2]), ("rows",))
+    tpus = SimpleNamespace(size=2, shape={"rows": 2}, devices=np.array([SimpleNamespace(platform="tpu")] * 2))
+    spec = PartitionSpec("rows")
+
+    def function(x):
+        accumulate = partial(accumulated, interpret=False)
+        divide = partial(jax.shard_map, mesh=own, in_specs=spec, out_specs=spec, check_vma=False)
+        return (divide(accumulate) if is_divided else accumulate)(x)
+
+    step = constrain_partitioning(lambda state, batch: (function(batch), state), tpus)
+    expected = (
+        contextlib.nullcontext() if is_divided else pytest.raises(ModelError, match=r"'accumulate'.*disable_flash")
+    )
+    with expected:
+        jax.eval_shape(step, jnp.ones(()), jnp.ones((ROWS, 6)))
 
 
 def test_pooling_of_images_stays_divided():

@@ -91,12 +91,13 @@ def _contains(equation: JaxprEqn, primitive: Primitive) -> bool:
     )
 
 
-def equations_of(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
-    """Yield the equations of a jaxpr, and after each those of the jaxprs within it."""
+def equations_of(jaxpr: Jaxpr, without: Sequence[str] = ()) -> Iterator[JaxprEqn]:
+    """Yield the equations of a jaxpr, and after each those of the jaxprs within it, but for those within operations of these names."""
     for equation in jaxpr.eqns:
         yield equation
-        for inner in jaxprs_in_params(equation.params):
-            yield from equations_of(inner)
+        if equation.primitive.name not in without:
+            for inner in jaxprs_in_params(equation.params):
+                yield from equations_of(inner, without)
 
 
 def constants_within(params: Mapping[str, Any]) -> Iterator[Any]:

@@ -6,7 +6,7 @@ of a convolution, and unevenly along the rows that a scatter writes (``docs/deci
 arguments and results of these operations are constrained: each device has these axes whole, and XLA chooses for the others. With starts
 of slices that may have to be clamped, and with unsigned indices, as the derivative of sorting has, divided operations are wrong, too:
 they become safe ones. Convolutions of grouped channels it divides wrongly along any axis of a mesh of several: each device computes its
-own rows (``docs/decisions/0068``).
+own rows (``docs/decisions/0068``). Kernels of TPUs it does not divide at all, which is an error.
 """
 
 import functools
@@ -19,8 +19,9 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun, jaxprs_in_params
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from lockstep._errors import ModelError
 from lockstep.execution.compiled_step import Step
-from lockstep.execution.jaxpr_utils import evaluate, run_equation
+from lockstep.execution.jaxpr_utils import equations_of, evaluate, run_equation, source_location
 from lockstep.execution.rowwise.rules import CUMULATIVE
 
 Axes = tuple[int, ...]
@@ -44,6 +45,7 @@ def constrain_partitioning(step: Step, mesh: Mesh) -> Step:
     def run(state: Any, batch: Any) -> tuple[Any, Any]:
         traced = functools.partial(step)  # A new one, as JAX keeps the traces of each function.
         closed, shapes = jax.make_jaxpr(traced, return_shape=True)(state, batch)
+        _check_kernels(closed.jaxpr, mesh)
         leaves = jax.tree.leaves((state, batch))
         found = (
             _evaluate(closed, leaves, mesh)
@@ -53,6 +55,20 @@ def constrain_partitioning(step: Step, mesh: Mesh) -> Step:
         return jax.tree.unflatten(jax.tree.structure(shapes), found)
 
     return run
+
+
+def _check_kernels(jaxpr: Jaxpr, mesh: Mesh) -> None:
+    """Raise an error if a kernel of TPUs is not called for the rows of each device; JAX's error does not tell where it comes from."""
+    if mesh.devices.flat[0].platform != "tpu":
+        return
+    for equation in equations_of(jaxpr, without=("shard_map",)):
+        if equation.primitive.name == "pallas_call" and not equation.params["interpret"]:
+            places = ", ".join(filter(None, source_location(equation)))
+            raise ModelError(
+                f"the Pallas kernel {equation.params['name']!r}{f' ({places})' if places else ''} is part of a step that XLA divides over "
+                f"{mesh.size} TPUs, and XLA cannot divide kernels. Fix: if it is Keras's attention, call keras.config.disable_flash_attention() "
+                "before the model is made; otherwise wrap it in jax.shard_map"
+            )
 
 
 def undivided_axes(equation: JaxprEqn, mesh: Mesh) -> tuple[Axes, ...]:
@@ -178,8 +194,8 @@ def _is_divided_wrongly(jaxpr: Jaxpr, mesh: Mesh) -> bool:
 
 
 def _is_wrong_within(equation: JaxprEqn, mesh: Mesh) -> bool:
-    """Return whether the body of a loop, branch or call needs constraints; that of a ``shard_map`` is divided already."""
-    is_shared = equation.primitive.name != "shard_map"
+    """Return whether the body of a loop, branch or call needs constraints: that of a ``shard_map`` is divided already, a kernel never is."""
+    is_shared = equation.primitive.name not in ("shard_map", "pallas_call")
     return is_shared and any(_is_divided_wrongly(jaxpr, mesh) for jaxpr in jaxprs_in_params(equation.params))
 
 

@@ -101,7 +101,8 @@ def trace_for_rows(
 
 def infer_dependences(one: Trace, other: Trace) -> RowDependences:
     """Return the dependence of each result on the rows, from traces of a function with two numbers of rows, each at least 2."""
-    effects = next(filter(_has_side_effect, equations_of(one.closed.jaxpr)), None)
+    # Within a kernel, results and memory of its own are references.
+    effects = next(filter(_has_side_effect, equations_of(one.closed.jaxpr, without=("pallas_call",))), None)
     if effects is not None:
         reason = f"{effects.primitive.name} has a side effect, which each replica would have"
         return [Mixed(reason).located_at(effects)] * len(one.closed.jaxpr.outvars)
@@ -269,7 +270,7 @@ class _JaxprReader:
     def custom_gradient(self, pair: EquationPair, inputs: RowDependences) -> RowDependences:
         """Check the custom derivative, too, which may combine rows that the function itself does not."""
         found = self.call(pair, inputs)
-        is_known = pair.name == "custom_jvp_call" and all(map(has_known_derivative, pair.equations))
+        is_known = all(map(has_known_derivative, pair.equations))
         if self.checks_gradients and not is_known and not any(isinstance(one, Mixed) for one in found):
             one, other = (backward_of(equation) for equation in pair.equations)
             given = dict(zip(pair.equations[0].invars, inputs, strict=True))

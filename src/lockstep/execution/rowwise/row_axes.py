@@ -1,5 +1,6 @@
 """Row axes of arrays, and pairs of equations from two traces with different numbers of rows."""
 
+import inspect
 import os
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
@@ -11,7 +12,7 @@ import keras
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
 
-from lockstep.execution.jaxpr_utils import source_location
+from lockstep.execution.jaxpr_utils import equations_of, source_location
 
 
 @dataclass(frozen=True)
@@ -151,6 +152,8 @@ def move_rows_back(value: jax.Array, axis: RowAxis) -> jax.Array:
     return moved.reshape((*shape[: axis.axis], length, *shape[axis.axis + 3 :]))
 
 
+# Operations with the numbers of a formula, whose derivative is another such operation.
+KERNELS = ("dot_product_attention_fwd_wrapper", "pallas_call")
 _LIBRARIES = tuple(os.path.join(module.__path__[0], "") for module in (jax, keras))
 
 
@@ -255,13 +258,20 @@ def backward_of(equation: JaxprEqn) -> ClosedJaxpr:
 def has_known_derivative(equation: JaxprEqn) -> bool:
     """Return whether a function with a custom derivative is one of JAX's or Keras's, whose derivatives are those of their formulas.
 
-    A user may give one of these another derivative, so both must be in one file; that of ``defjvps`` is in none of the two.
-    ``jax.lax.custom_root`` gets a part of its derivative from the user.
+    A user may give one of these another derivative, so all parts must be in one file; that of ``defjvps`` is in none of them.
+    ``jax.lax.custom_root`` and ``jax.custom_gradient`` get a part of their derivative from the user.
     """
-    infos = equation.params["call_jaxpr"].jaxpr.debug_info, equation.params["jvp_jaxpr_fun"].debug_info
-    sources = [str(info.func_src_info) for info in infos]
+    function, params = equation.params["call_jaxpr"].jaxpr, equation.params
+    if equation.primitive.name == "custom_jvp_call":
+        derivatives = [params["jvp_jaxpr_fun"]]
+    elif any(each.primitive.name in KERNELS for each in equations_of(function)):
+        derivatives = [params["fwd_jaxpr_thunk"], params["bwd"]]
+    else:  # The proof reads it.
+        return False
+    sources = [str(info.func_src_info) for info in (function.debug_info, *(each.debug_info for each in derivatives))]
     files = {one.partition(" at ")[2].rpartition(":")[0] for one in sources}
-    return "custom_root" not in sources[0] and len(files) == 1 and files.pop().startswith(_LIBRARIES)
+    is_of_user = "custom_root" in sources[0] or inspect.getfile(jax.custom_gradient) in files
+    return not is_of_user and len(files) == 1 and files.pop().startswith(_LIBRARIES)
 
 
 def is_same(one: Any, other: Any) -> bool:

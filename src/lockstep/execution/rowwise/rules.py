@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from math import prod
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -370,6 +371,54 @@ def _fft(pair: EquationPair, inputs: RowDependences) -> RowDependences:
     return _batched_matrices(len(pair.param("fft_lengths")))(pair, inputs)
 
 
+def _fused_attention(pair: EquationPair, inputs: RowDependences) -> RowDependences:
+    """Allow cuDNN's attention, which pairs query, key, value and mask row by row."""
+    dep = common_dependence(inputs, pair.name)
+    if pair.param("dropout_rate"):
+        raise MixedRowsError(f"{pair.name} drops entries by a seed that is the same on each replica")
+    if isinstance(dep, RowAxis) and dep.axis != 0:
+        raise MixedRowsError(f"{pair.name} works along the rows")
+    if any(prod(pair.shapes(number)[0]) for number in range(8, len(inputs))):
+        raise MixedRowsError(f"{pair.name} reads pages, which may be those of other rows")
+    return [dep] * pair.num_results
+
+
+def _kernel(pair: EquationPair, inputs: RowDependences) -> RowDependences:
+    """Allow Pallas kernels that ``jax.vmap`` has mapped over the rows, as an axis of their grid."""
+    one, other = pair.params("grid_mapping")
+    first = len(inputs) - one.num_inputs  # Those before choose what is read.
+    has_rows = [axis for axis in one.vmapped_dims if (one.grid[axis], other.grid[axis]) == pair.rows]
+    if not has_rows or _without_rows(one, has_rows[0]) != _without_rows(other, has_rows[0]):
+        raise MixedRowsError("pallas_call is not mapped over the rows")
+    if pair.param("input_output_aliases") or any(dep is not None for dep in inputs[:first]):
+        raise MixedRowsError("pallas_call writes to its arguments, or chooses what it reads by the rows")
+    axes = [_mapped_axis(mapping, has_rows[0]) for mapping in one.block_mappings]
+    for dep, axis in zip(inputs[first:], axes, strict=False):
+        is_uniform = isinstance(dep, RowAxis) and dep.uniform
+        if dep != (None if axis is None else RowAxis(axis, uniform=is_uniform)):
+            raise MixedRowsError("pallas_call reads other rows")
+    if None in axes[one.num_inputs :]:
+        raise MixedRowsError("pallas_call writes values of several rows to one entry")
+    return [RowAxis(axis) for axis in axes[one.num_inputs :] if axis is not None]
+
+
+def _without_rows(grid_mapping: Any, rows: int) -> tuple[Any, ...]:
+    """Return what must not depend on the number of rows: the other axes of the grid, and the blocks at each of its places."""
+    blocks = [(mapping.block_shape, str(mapping.index_map_jaxpr)) for mapping in grid_mapping.block_mappings]
+    return (*grid_mapping.grid[:rows], *grid_mapping.grid[rows + 1 :], blocks)
+
+
+def _mapped_axis(mapping: Any, rows: int) -> int | None:
+    """Return the axis of an array along which a kernel has one entry at each place of an axis of its grid; None if it has all at each."""
+    index = mapping.index_map_jaxpr.jaxpr
+    place = index.invars[rows]
+    axes = [axis for axis, atom in enumerate(index.outvars) if atom is place]
+    is_used = any(atom is place for equation in index.eqns for atom in equation.invars)
+    if is_used or len(axes) > 1 or any(getattr(mapping.block_shape[axis], "block_size", 1) != 1 for axis in axes):
+        raise MixedRowsError("pallas_call reads or writes other rows")
+    return axes[0] if axes else None
+
+
 def _no_results(pair: EquationPair, inputs: RowDependences) -> RowDependences:
     return []
 
@@ -396,6 +445,7 @@ WINDOWS = ("reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_wi
 ROW_DEPENDENT_PARAMS = {
     **dict.fromkeys(("broadcast_in_dim", "iota", "random_bits", "random_split"), ("shape",)),
     **dict.fromkeys(("dynamic_slice", "gather"), ("slice_sizes",)),
+    "pallas_call": ("grid_mapping", "out_avals", "cost_estimate"),
     "reshape": ("new_sizes",),
     "slice": ("start_indices", "limit_indices"),
     "split": ("sizes",),
@@ -420,12 +470,14 @@ RULES: dict[str, Callable[[EquationPair, RowDependences], RowDependences]] = {
     "conv_general_dilated": _convolution,
     "debug_callback": _no_results,
     "dot_general": _dot_general,
+    "dot_product_attention_fwd_wrapper": _fused_attention,
     "dynamic_slice": _dynamic_slice,
     "dynamic_update_slice": _dynamic_update,
     "fft": _fft,
     "gather": _gather,
     "iota": _iota,
     "pad": _padding,
+    "pallas_call": _kernel,
     "reshape": _reshape,
     "rev": _reverse,
     "slice": _slice,
