@@ -63,9 +63,11 @@ def _check_kernels(jaxpr: Jaxpr, mesh: Mesh) -> None:
         return
     for equation in equations_of(jaxpr, without=("shard_map",)):
         if equation.primitive.name == "pallas_call" and not equation.params["interpret"]:
-            places = ", ".join(filter(None, source_location(equation)))
+            name, (layer, line) = equation.params["name"], source_location(equation)
+            # JAX takes the name of a kernel for one of a layer.
+            places = ", ".join(one for one in (*layer.split("/"), line) if one not in ("", name))
             raise ModelError(
-                f"the Pallas kernel {equation.params['name']!r}{f' ({places})' if places else ''} is part of a step that XLA divides over "
+                f"the Pallas kernel {name!r}{f' ({places})' if places else ''} is part of a step that XLA divides over "
                 f"{mesh.size} TPUs, and XLA cannot divide kernels. Fix: if it is Keras's attention, call keras.config.disable_flash_attention() "
                 "before the model is made; otherwise wrap it in jax.shard_map"
             )
