@@ -68,8 +68,8 @@ def _check_kernels(jaxpr: Jaxpr, mesh: Mesh) -> None:
             places = ", ".join(one for one in (*layer.split("/"), line) if one not in ("", name))
             raise ModelError(
                 f"the Pallas kernel {name!r}{f' ({places})' if places else ''} is part of a step that XLA divides over "
-                f"{mesh.size} TPUs, and XLA cannot divide kernels. Fix: if it is Keras's attention, call keras.config.disable_flash_attention() "
-                "before the model is made; otherwise wrap it in jax.shard_map"
+                f"{mesh.size} TPUs, and XLA cannot divide kernels. Fix: if it is that of keras.layers.MultiHeadAttention, call "
+                "keras.config.disable_flash_attention() before the layer is made; otherwise wrap it in jax.shard_map"
             )
 
 
