@@ -24,6 +24,22 @@ def called_jaxpr(equation: JaxprEqn) -> Any:
     return next((equation.params[name] for name in names if name in equation.params), None)
 
 
+def scan_operands(params: Mapping[str, Any]) -> tuple[int, int]:
+    """Return the numbers of constants and of carried values of a ``scan``, which are its first operands, in this order."""
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    constants, carried, _ = params["ft_in"].unpack()  # from JAX 0.12 on
+    return len(constants), len(carried)
+
+
+def expanded(equation: JaxprEqn) -> ClosedJaxpr | None:
+    """Return the operations of one of JAX's primitives that is made of others, which there are from JAX 0.12 on; None for any other."""
+    primitive: Any = equation.params.get("_prim")
+    if not type(primitive).__module__.startswith("jax.") or not hasattr(primitive, "expand"):
+        return None
+    return jax.make_jaxpr(primitive.expand)(*(atom.aval for atom in equation.invars))
+
+
 def evaluate(closed: ClosedJaxpr, arguments: Sequence[Any], handler: EquationHandler) -> list[Any]:
     """Evaluate a jaxpr equation by equation.
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
-from lockstep.execution.jaxpr_utils import CALLS, CUSTOM_DERIVATIVES, called_jaxpr
+from lockstep.execution.jaxpr_utils import CALLS, CUSTOM_DERIVATIVES, called_jaxpr, scan_operands
 from lockstep.execution.model_parallel.logical_axes import ArrayNode, LogicalAxes
 from lockstep.execution.rowwise.rules import (
     CUMULATIVE,
@@ -420,7 +420,7 @@ class _ProgramReader:
 
     def scan(self, params: dict[str, Any], operands: list[ArrayNode | None], results: list[ArrayNode]) -> None:
         """Read a loop along the first axis of its last operands."""
-        constants, carried = params["num_consts"], params["num_carry"]
+        constants, carried = scan_operands(params)
         before, slices = operands[constants : constants + carried], operands[constants + carried :]
         own = [self._axes.new_array(atom.aval) for atom in params["jaxpr"].jaxpr.invars[constants:]]
         for array, carry in zip(before, own, strict=False):

@@ -17,7 +17,14 @@ import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
-from lockstep.execution.jaxpr_utils import CALLS, CUSTOM_DERIVATIVES, called_jaxpr, equations_of
+from lockstep.execution.jaxpr_utils import (
+    CALLS,
+    CUSTOM_DERIVATIVES,
+    called_jaxpr,
+    equations_of,
+    expanded,
+    scan_operands,
+)
 from lockstep.execution.rowwise.row_axes import (
     EquationPair,
     Mixed,
@@ -298,6 +305,13 @@ class _JaxprReader:
                 raise MixedRowsError(f"{pair.name} has a custom derivative that may be one where its result has none")
         return found
 
+    def composed(self, pair: EquationPair, inputs: RowDependences) -> RowDependences:
+        """Follow the operations that one of JAX's primitives is made of; the derivatives of these are JAX's, too."""
+        one, other = map(expanded, pair.equations)
+        if one is None or other is None:
+            raise MixedRowsError(f"{pair.name} has no rule")
+        return self.closed(one, other, inputs)
+
     def cond(self, pair: EquationPair, inputs: RowDependences) -> RowDependences:
         check_params(pair, ("branches",))
         if not is_fixed(inputs[0]):
@@ -310,7 +324,7 @@ class _JaxprReader:
 
     def scan(self, pair: EquationPair, inputs: RowDependences) -> RowDependences:
         check_params(pair, ("jaxpr", "length"))
-        constants, carried = pair.param("num_consts"), pair.param("num_carry")
+        constants, carried = scan_operands(pair.equations[0].params)
         given = inputs[: constants + carried]
         if any(isinstance(dep, RowAxis) and dep.axis == 0 for dep in inputs[constants + carried :]):
             return self._map_over_rows(pair, inputs)
@@ -329,8 +343,9 @@ class _JaxprReader:
 
     def _map_over_rows(self, pair: EquationPair, inputs: RowDependences) -> RowDependences:
         """Follow a scan whose slices are rows: without a carry each result is that of one row."""
-        constants, rows = pair.param("num_consts"), RowAxis(0)
-        if pair.param("num_carry") or pair.params("length") != self.rows:
+        constants, carried = scan_operands(pair.equations[0].params)
+        rows = RowAxis(0)
+        if carried or pair.params("length") != self.rows:
             raise MixedRowsError("scan works along the rows")
         if any(dep is not None for dep in inputs[:constants]) or any(dep != rows for dep in inputs[constants:]):
             raise MixedRowsError("scan combines rows with other values")
@@ -403,7 +418,7 @@ def _merge_alternatives(deps: RowDependences, what: str) -> RowDependence:
 
 
 _BODIES = {**dict.fromkeys(CALLS, "call"), "cond": "cond", "scan": "scan", "while": "loop"}
-_BODIES |= {"custom_linear_solve": "linear_solve"}
+_BODIES |= {"custom_linear_solve": "linear_solve", "call_hi_primitive": "composed"}
 _BODIES |= dict.fromkeys(CUSTOM_DERIVATIVES, "custom_gradient")
 
 
