@@ -34,6 +34,7 @@ from lockstep.distributed.control.control_client import ControlClient
 from lockstep.distributed.control.handshake import open_listener
 from lockstep.distributed.control.limits import LONG_SECONDS
 from lockstep.distributed.control.termination import ExitGuard, install_sigabrt_handler
+from lockstep.distributed.control.transport import EventLoop
 
 JAX_PORT = "LOCKSTEP_JAX_PORT"  # port of JAX's service at worker 0; by default any free one
 _CONNECT_SECONDS = 10.0
@@ -212,7 +213,7 @@ def find_jax_address(client: ControlClient, environ: Mapping[str, str], log: Cal
 def _open_port(
     client: ControlClient, environ: Mapping[str, str], log: Callable[[str], None]
 ) -> Iterator[tuple[str, str | None]]:
-    """Listen at the chief; yield the address, and why listening has failed."""
+    """Accept connections at the chief and close them; yield the address, and why listening has failed."""
     network, host = NetworkOptions.of(environ), host_of(client.group.coordinator)
     port = chosen_port(environ, JAX_PORT, "the port of JAX's service") or free_port(network.bind_host or host)
     address = join_address(host, port)
@@ -221,8 +222,15 @@ def _open_port(
     except ClusterError as error:
         yield address, f"{client.peers[0]}: JAX's service ({JAX_PORT}): {error}"
     else:
-        with listener:
+        # Linux drops new connections while those that nobody has accepted fill the backlog, here the ones of 129 workers.
+        accepting = EventLoop("lockstep-jax-port")
+        accepting.listen(listener, socket.socket.close, log)
+        accepting.start()
+        try:
             yield address, None
+        finally:
+            accepting.stop()
+            listener.close()
 
 
 def _bind_address(service: str, network: NetworkOptions) -> str:

@@ -6,8 +6,9 @@ import pytest
 
 import lockstep
 from lockstep.distributed.cluster.membership import WorkerGroup
-from lockstep.distributed.control.handshake import Peer
+from lockstep.distributed.control.handshake import Peer, open_listener
 from lockstep.distributed.jax_init import find_jax_address
+from tests.distributed.threaded_job import ThreadedJob
 
 pytestmark = pytest.mark.xdist_group(__name__)
 
@@ -102,6 +103,20 @@ def test_a_port_of_jax_that_a_worker_does_not_reach():
         find_jax_address(Unreached(address), {}, print)
     assert str(raised.value).startswith("worker 1 of 2 (node1, process 71) does not reach port ")
     assert f"at {address}: Connection refused. Fix: open a port for it" in str(raised.value)
+
+
+def test_more_workers_reach_the_port_of_jax_than_its_backlog_holds(monkeypatch):
+    def open_with_a_short_backlog(*arguments):
+        listener = open_listener(*arguments)
+        listener.listen(1)
+        return listener
+
+    monkeypatch.setattr("lockstep.distributed.jax_init.open_listener", open_with_a_short_backlog)
+    with ThreadedJob(5) as job:
+        addresses = job.everyone(lambda client: find_jax_address(client, {}, print))
+    assert addresses == [addresses[0]] * 5
+    with socket.create_server(("127.0.0.1", int(addresses[0].split(":")[1]))):
+        pass  # Nothing listens there any more.
 
 
 @pytest.mark.parametrize("early", [0, 1])
