@@ -3,6 +3,7 @@
 import json
 import socket
 import threading
+import time
 from dataclasses import asdict, replace
 from unittest.mock import Mock
 
@@ -12,9 +13,11 @@ from lockstep.distributed.control.failure_detector import SuspendDetector
 from lockstep.distributed.control.handshake import Peer
 from lockstep.distributed.control.transport import FramedSocket, encode
 from lockstep.launch.launch_config import LaunchConfig
+from lockstep.launch.local_workers import LocalWorkers
 from lockstep.launch.rank_assignment import RankAssignment
 from lockstep.launch.rendezvous import RendezvousClient, RendezvousServer
 from lockstep.launch.rendezvous_state import GenerationOutcome, NodeInfo, RendezvousState, identity_of
+from lockstep.launch.restart_policy import RestartBudget
 
 DONE, FAILED = GenerationOutcome(0, ""), GenerationOutcome(9, "worker 0 ended with exit code 9")
 LOST = GenerationOutcome(75, "worker 1 ended with exit code 75", is_consequence=True)
@@ -220,7 +223,18 @@ def test_a_client_sends_a_heartbeat_each_second_and_none_into_a_full_connection(
         assert len(client.connection._unsent) == before > 0
 
 
-def test_a_request_to_stop_that_comes_with_the_start_is_kept():
+def run_workers(assignment, remote_stop, log):
+    """Run workers that end when they are asked to, for a second at most; nothing else becomes ready meanwhile."""
+    worker = Mock(code=None, failure=None, ended_at=0.0)
+    worker.send = lambda number: setattr(worker, "code", -number)
+    signals, stop_at = Mock(wait=lambda seconds, files: ([], set())), time.monotonic() + 1
+    start = Mock(return_value=worker)
+    workers = LocalWorkers(assignment.processes, start, RestartBudget(0), signals, 30, stop_at, set(), log, remote_stop)
+    workers.run()
+    return workers
+
+
+def test_a_request_to_stop_that_comes_with_the_start_stops_the_workers():
     one, other = socket.socketpair()
     with one, other:
         client, server = RendezvousClient(FramedSocket(one), None, "node 0", None, None, str), FramedSocket(other)
@@ -228,8 +242,11 @@ def test_a_request_to_stop_that_comes_with_the_start_is_kept():
         for message in (start, {"kind": "stop_generation", "sentence": "node 0 failed"}):
             server.send(encode(message))
         generations = client.assignments()
-        assert next(generations).node == 1
-        assert client.read() == "node 0 failed"
+        lines = []
+        workers = run_workers(next(generations), client, lines.append)
+        assert workers.code == 75
+        assert not workers.timed_out
+        assert lines == ["node 0 failed; the workers here have 30 s to exit."]
         server.send(encode(start))
         next(generations)
         assert client.read() is None

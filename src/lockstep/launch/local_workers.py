@@ -131,7 +131,7 @@ class LocalWorkers:
             self._check_failures()
             if not self._shutdown.has_begun:
                 self._losses.update(self._not_saved)
-            self._check_remote_stop(ready)
+            self._check_remote_stop()
             self._check_limits()
         self._log_failures_after_done()
 
@@ -259,10 +259,11 @@ class LocalWorkers:
                 self._log(f"{cause.headline}; the other processes have {self._grace:g} s to exit.")
                 self._stop(signal.SIGTERM)
 
-    def _check_remote_stop(self, ready: Set[int]) -> None:
+    def _check_remote_stop(self) -> None:
         if self._remote_stop is None or self._shutdown.stopped_at is not None:
             return
-        reason = self._remote_stop.read() if self._remote_stop.fileno() in ready else None
+        # Also if the descriptor is not ready: the request may have been received together with the start.
+        reason = self._remote_stop.read()
         if reason is not None:
             self._shutdown.is_remote = True
             self._log(f"{reason}; the workers here have {self._grace:g} s to exit.")
