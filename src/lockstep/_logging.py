@@ -6,7 +6,7 @@ being lost. ``logging.getLogger("lockstep").setLevel("ERROR")`` switches them of
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
 
 _logger = logging.getLogger("lockstep")
@@ -86,6 +86,16 @@ def listed(names: Iterable[str]) -> str:
     """
     *first, last = names
     return f"{', '.join(first)} and {last}" if first else last
+
+
+def abridged(names: Sequence[str], most: int = 8) -> list[str]:
+    """Return at most ``most`` of the names, and the number of the others, for :func:`listed`.
+
+    Example:
+        >>> listed(abridged(["worker 1", "worker 2", "worker 3"], most=1))
+        'worker 1 and 2 more'
+    """
+    return [*names[:most], f"{len(names) - most} more"] if len(names) > most else list(names)
 
 
 def counted(number: int, noun: str) -> str:

@@ -79,3 +79,10 @@ def test_another_start_of_the_job_is_told_apart():
 
 def test_the_missing_are_named_with_their_addresses():
     assert an_admission().missing() == ["worker 1 of 3 (node1:12421)", "worker 2 of 3 (node2:12421)"]
+
+
+def test_only_some_of_many_missing_workers_are_named():
+    missing = Admission(
+        WorkerGroup(workers=1024, index=0, coordinator="node0:12421"), a_peer(0, workers=1024)
+    ).missing()
+    assert missing == [*(f"worker {index} of 1024" for index in range(1, 9)), "1015 more"]

@@ -123,6 +123,20 @@ def test_a_wait_names_whom_it_waits_for_and_what_they_do():
         assert re.fullmatch(said, line)
 
 
+def test_a_wait_for_many_workers_names_some_of_them():
+    with ThreadedJob(12) as job:
+        waiting = threading.Thread(target=job.sessions[0].gather, args=("rows",), daemon=True)
+        waiting.start()
+        wait_until(lambda: job.sessions[0]._missing, "a heartbeat that says for whom worker 0 waits")
+        names = job.sessions[0]._missing["main"]["names"]
+        assert [name.split(" (")[0] for name in names] == [
+            *(f"worker {index} of 12" for index in range(1, 9)),
+            "3 more",
+        ]
+        job.everyone(lambda session: session.group.index and session.gather("rows"))
+        waiting.join(DEADLINE)
+
+
 def test_a_call_that_comes_to_its_limit_ends_the_job_and_names_who_did_not_come():
     with ThreadedJob(3, timeout_seconds=DEADLINE) as job:
         for session in job.sessions.values():

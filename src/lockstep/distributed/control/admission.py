@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from lockstep._logging import counted
+from lockstep._logging import abridged, counted
 from lockstep.distributed.cluster.membership import WorkerGroup
 from lockstep.distributed.control.handshake import Peer
 from lockstep.distributed.control.value_differences import first_difference
@@ -64,8 +64,9 @@ class Admission:
         return self._check_duplicate(peer) or self._check_identity(peer)
 
     def missing(self) -> list[str]:
-        """Return the names of the workers that have not joined, with their addresses if known."""
-        return [self._group.name_of(index) for index in range(self._group.workers) if index not in self.peers]
+        """Return the names of the workers that have not joined, with their addresses if known; of many, the first ones."""
+        names = [self._group.name_of(index) for index in range(self._group.workers) if index not in self.peers]
+        return abridged(names)
 
     def _reject_generation(self, peer: Peer) -> JoinRejection:
         ours = self._chief.generation

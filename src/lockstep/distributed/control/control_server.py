@@ -6,12 +6,12 @@ It runs in a thread of the chief's process. The chief's own control client is co
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from lockstep._errors import PEER_LOST, OptionError
-from lockstep._logging import listed
+from lockstep._logging import abridged, listed
 from lockstep.distributed.cluster.membership import WorkerGroup
 from lockstep.distributed.control.admission import Admission, JoinRejection
 from lockstep.distributed.control.failure_detector import (
@@ -112,11 +112,13 @@ class PendingCollectives:
 
     def missing(self, worker: int) -> dict[str, list[int]]:
         """Return the workers that have not called, for each channel on which ``worker`` waits."""
-        return {
-            pending.channel: [other for other in range(self._workers) if other not in pending.values]
-            for pending in self._calls.values()
-            if worker in pending.waiting
-        }
+        return {channel: missing for channel, waiting, missing in self.waits() if worker in waiting}
+
+    def waits(self) -> Iterator[tuple[str, Collection[int], list[int]]]:
+        """Yield the channel of each call, the workers that wait there, and those that have not called."""
+        for pending in self._calls.values():
+            missing = [worker for worker in range(self._workers) if worker not in pending.values]
+            yield pending.channel, pending.waiting, missing
 
     def _complete(self, calls: Iterable[_PendingCollective]) -> list[CollectiveReply]:
         replies = []
@@ -145,6 +147,8 @@ def _named(operation: str, topic: str) -> str:
     return f"{operation} {topic!r}"
 
 
+# A channel, the workers that wait there, and a description of the missing ones.
+_Wait = tuple[str, Collection[int], dict[str, Any]]
 LEAVE = "leave"  # Names the chief's wait for the ends of the other workers, as channels name the waits of calls.
 
 LINGER_SECONDS = 5.0  # For workers that come after the start has failed, so that they learn why.
@@ -255,7 +259,7 @@ class ControlServer:
         if self._admission.is_complete:
             self._loop.call(self._start)
         else:
-            connection.send(self._heartbeat_for(peer.index))  # It tells the worker that it was admitted.
+            connection.send(_heartbeat(peer.index, self._waits()))  # It tells the worker that it was admitted.
 
     def _start(self) -> None:
         if self._rejection is not None:
@@ -355,27 +359,25 @@ class ControlServer:
                 self._declare(found)
         if not self._started and self._rejection is None and now > self._deadline:
             self._cancel_start(self._missing_at_start(), 0)
+        waits = self._waits()
         for index, worker in self._workers.items():
             if not worker.closed:
-                worker.connection.send(self._heartbeat_for(index))
+                worker.connection.send(_heartbeat(index, waits))
         self._loop.later(HEARTBEAT_SECONDS, self._tick)
 
-    def _heartbeat_for(self, index: int) -> bytes:
-        return encode({"kind": "heartbeat", "missing": self._missing(index)})
-
-    def _missing(self, index: int) -> dict[str, Any]:
-        """For each channel on which a worker waits, the missing workers, and whether one of them may take long."""
+    def _waits(self) -> list[_Wait]:
+        """Describe all waits, each once for all workers that wait: their number times that of the missing may be millions."""
         if not self._started:
-            return {START: {"names": self._admission.missing(), "long": False}}
-        waits = self._collectives.missing(index)
-        if self._workers[index].left:
-            waits[LEAVE] = [other for other, worker in self._workers.items() if not (worker.left or worker.closed)]
-        return {
-            channel: self._described([self._workers[other] for other in missing]) for channel, missing in waits.items()
-        }
+            return [(START, self._workers, {"names": self._admission.missing(), "long": False})]
+        left = {index for index, worker in self._workers.items() if worker.left}
+        staying = [index for index, worker in self._workers.items() if not (worker.left or worker.closed)]
+        waits = [*self._collectives.waits(), (LEAVE, left, staying)]
+        return [(channel, waiting, self._described(missing)) for channel, waiting, missing in waits if waiting]
 
-    def _described(self, workers: list[_WorkerRecord]) -> dict[str, Any]:
-        names = [f"{worker.peer}, {self._status(worker).doing}" for worker in workers]
+    def _described(self, missing: list[int]) -> dict[str, Any]:
+        """Name the workers that a wait is for, and say whether one of them may take long."""
+        workers = [self._workers[index] for index in missing]
+        names = abridged([f"{worker.peer}, {self._status(worker).doing}" for worker in workers])
         return {"names": names, "long": any(worker.activity in MAY_TAKE_LONG for worker in workers)}
 
     def _status(self, worker: _WorkerRecord) -> WorkerStatus:
@@ -408,6 +410,12 @@ class ControlServer:
             for _, worker in sorted(self._workers.items(), reverse=True):
                 if not worker.closed and (worker.stays or not worker.peer.index):
                     worker.connection.send(encode({"kind": "noted"}))
+
+
+def _heartbeat(index: int, waits: list[_Wait]) -> bytes:
+    """Return the chief's heartbeat for a worker, with the missing workers for each channel on which it waits."""
+    missing = {channel: described for channel, waiting, described in waits if index in waiting}
+    return encode({"kind": "heartbeat", "missing": missing})
 
 
 def _refusal(rejection: JoinRejection) -> dict[str, Any]:
