@@ -154,6 +154,15 @@ def test_a_process_that_was_stopped_itself_begins_to_count_anew():
     ]
 
 
+def test_a_process_whose_threads_hold_the_lock_of_python_in_turn_was_not_stopped():
+    times, cpu_times = (
+        iter([0.0, 3.0, 6.0, 9.0, 70.0]),
+        iter([0.0, 1.8, 4.8, 7.8, 16.0]),
+    )  # At the end 16 cores, for 0.5 s.
+    suspends = SuspendDetector(lambda: next(times), lambda: next(cpu_times))
+    assert [(suspends.tick(), suspends.since) for _ in range(4)] == [(3.0, 0.0), (6.0, 0.0), (9.0, 0.0), (70.0, 70.0)]
+
+
 @pytest.mark.parametrize(("timeout", "long"), [(1, 1800), (0, 0), (60, 30), (float("nan"), 60), (60, float("nan"))])
 def test_limits_that_cannot_be_kept_are_refused(timeout, long):
     with pytest.raises(OptionError, match=r"timeout_seconds, long_seconds: expected 1\.5 or more"):

@@ -97,6 +97,7 @@ class Failure:
 
 
 _PAUSE = 4 * HEARTBEAT_SECONDS
+_MAX_LOAD = 0.25  # CPU time in a pause, by its length. On many cores, the half second before it may have used some.
 
 
 def find_failure(now: float, statuses: Sequence[WorkerStatus], limits: Limits) -> Failure | None:
@@ -246,21 +247,28 @@ def _makes_progress(now: float, status: WorkerStatus, limits: Limits) -> bool:
 class SuspendDetector:
     """Detects that this process was suspended: silences that fall into such a pause are not failures of other workers.
 
+    The process has not run if it has used little CPU time. Else other threads have held Python's lock (the GIL).
+
     Args:
         clock: gives seconds, and is not set back.
+        cpu_clock: gives the seconds of CPU time of this process.
 
     Attributes:
         since: when the last pause ended.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(
+        self, clock: Callable[[], float] = time.monotonic, cpu_clock: Callable[[], float] = time.process_time
+    ) -> None:
+        self._clock, self._cpu_clock = clock, cpu_clock
         self._last = self.since = clock()
+        self._last_cpu = cpu_clock()
 
     def tick(self) -> float:
         """Note that this process runs, to be called each ``HEARTBEAT_SECONDS``; returns the time."""
-        now = self._clock()
-        if now - self._last > _PAUSE:
+        now, cpu = self._clock(), self._cpu_clock()
+        pause = now - self._last
+        if pause > _PAUSE and cpu - self._last_cpu < _MAX_LOAD * pause:
             self.since = now
-        self._last = now
+        self._last, self._last_cpu = now, cpu
         return now
