@@ -93,6 +93,7 @@ def test_the_sentences_say_who_where_for_how_long_and_who_waits():
         "cut off from the network)."
     )
     assert silent.exit_code == 75
+    assert "one call held Python's lock (GIL) so long" in silent.fix
     left = find_failure(NOW, [a_status(0, 8, "step", 61), a_status(1, 7, "step", 62, left=True)], LIMITS)
     assert left.sentence.endswith("finished after step 7; worker 0 waits for it in step 8.")
     assert left.exit_code == 13

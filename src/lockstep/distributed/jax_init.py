@@ -222,7 +222,7 @@ def _open_port(
     except ClusterError as error:
         yield address, f"{client.peers[0]}: JAX's service ({JAX_PORT}): {error}"
     else:
-        # Linux drops new connections while those that nobody has accepted fill the backlog, here the ones of 129 workers.
+        # Linux drops new connections while those that are not accepted fill the backlog, here the ones of 129 workers.
         accepting = EventLoop("lockstep-jax-port")
         accepting.listen(listener, socket.socket.close, log)
         accepting.start()
