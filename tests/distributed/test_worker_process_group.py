@@ -121,3 +121,19 @@ def test_code_after_a_call_for_one_batch_has_no_limit(monkeypatch):
         call(np.ones((4, 2)), np.ones((4, 1)))
     model.predict_on_batch(np.ones((4, 2)))
     assert len(ended) == 3
+
+
+def test_each_compilation_is_reported_also_after_a_second_compile():
+    reported = []
+    client = SimpleNamespace(report=lambda step, activity: reported.append(activity))
+    strategy = lockstep.MirroredStrategy(["cpu:0"])
+    strategy._step_hooks = (worker_process_group.ProgressReporter(client, strategy._placement, check_every=0),)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    x, y = np.ones((4, 2)), np.ones((4, 1))
+    for _ in range(2):
+        reported.clear()
+        with strategy.scope():
+            model.compile("sgd", "mse")
+        model.fit(x, y, batch_size=2, verbose=0)
+        assert reported == ["data", "compiling", "step", "data", "step", "step"]

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from functools import cache, wraps
 from itertools import count
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import jax
 import keras
@@ -316,16 +317,18 @@ class ProgressReporter(StepHook):
         self._client, self._check_every = client, check_every
         self._check = DriftCheck(client, placement)
         self._steps = self._trained = 0
-        self._seen: set[Any] = set()
+        self._seen: WeakKeyDictionary[Any, set[Any]] = WeakKeyDictionary()
 
     def on_fetch(self) -> None:
         self._client.report(self._steps, "data")
 
     def on_step_start(self, model: keras.Model, kind: str, batch: Any) -> None:
         self._steps += 1
-        shape = (id(model), kind, *(_kind(leaf) for leaf in jax.tree.leaves(batch, is_leaf=is_rows)))
-        self._client.report(self._steps, "step" if shape in self._seen else "compiling")
-        self._seen.add(shape)
+        # Each compile() of the model makes another function, which JAX compiles again.
+        seen = self._seen.setdefault(getattr(model, f"{kind}_function") or model, set())
+        shape = tuple(_kind(leaf) for leaf in jax.tree.leaves(batch, is_leaf=is_rows))
+        self._client.report(self._steps, "step" if shape in seen else "compiling")
+        seen.add(shape)
 
     def on_pause(self) -> None:
         self._client.report(self._steps, "compiling")
