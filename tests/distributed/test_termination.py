@@ -4,13 +4,14 @@ import io
 import sys
 import threading
 import time
-from types import SimpleNamespace
+from types import SimpleNamespace, TracebackType
 
 import pytest
 
 from lockstep import ClusterError
 from lockstep.distributed.control.failure_detector import Failure, FailureKind
 from lockstep.distributed.control.termination import ExitGuard
+from lockstep.distributed.jax_init import ProcessJob
 from tests.support.waiting import DEADLINE
 
 DIED = Failure(FailureKind.DIED, 1, "node1", 71, "worker 1 of 2 (node1, process 71) died.")
@@ -113,6 +114,43 @@ def test_a_hook_that_was_put_over_ours_stays_and_ours_does_nothing_more(monkeypa
     sys.excepthook(ValueError, ValueError("no"), None)
     assert codes == []
     assert "ValueError: no" in capfd.readouterr().err
+
+
+def uncaught(error):
+    """As Python has ``error`` after it has left the outermost frame of the program."""
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+    return error.with_traceback(TracebackType(None, frame, 0, 1))
+
+
+def test_an_exception_that_only_another_hook_got_is_reported_at_the_exit_of_the_process(monkeypatch, capfd):
+    session, codes = FakeSession(OWN), []
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    guard = ExitGuard(session, end=lambda code: codes.append(code) or sys.exit(code))
+    job = ProcessJob(session, guard)
+    guard.install()
+    sys.excepthook = lambda *error: None
+    monkeypatch.setattr(sys, "last_value", uncaught(ValueError("no")), raising=False)
+    with pytest.raises(SystemExit):
+        job.leave()
+    assert (codes, session.said) == ([13], ["ValueError: no"])
+    guard.restore()
+    guard.end_after_missed_exception()
+    assert codes == [13]
+
+
+def test_an_exception_that_the_program_has_caught_is_no_reason_to_end(monkeypatch):
+    session, codes = FakeSession(OWN), []
+    guard = ExitGuard(session, end=codes.append)
+    guard.install()
+    try:
+        raise ValueError("no")
+    except ValueError as error:
+        monkeypatch.setattr(sys, "last_value", error, raising=False)  # As pytest does, for its debugger.
+    guard.end_after_missed_exception()
+    guard.restore()
+    assert (codes, session.said) == ([], [])
 
 
 def test_a_prompt_goes_on_after_an_error(monkeypatch, capfd):

@@ -382,7 +382,10 @@ class ProcessJob:
 
         After a preemption all workers wait, too: what has started the processes may stop all of them soon after the first has ended,
         and the chief may still write the last checkpoint.
+
+        After an uncaught exception that another hook than that of ``guard`` got, the process does not leave but ends.
         """
+        self.guard.end_after_missed_exception()
         if self.group.is_chief or not self.owns_jax:
             self.client.leave(LONG_SECONDS, stays=not self.owns_jax)
         if self.owns_jax and self.client.failure is None:

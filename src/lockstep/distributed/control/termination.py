@@ -35,8 +35,9 @@ class ExitGuard:
     end the process itself. If it is still alive after the grace, it is ended. If a worker is stuck, each worker writes the stacks
     of all its threads. The failure is the last line: if a traceback follows, the line is repeated below it.
 
-    After an exception (:meth:`hook`, between :meth:`install` and :meth:`restore`), the exit code is that of the cause: of a
-    ClusterError, of the job's failure if that came first, else of an error of the user's program. ``SystemExit`` is not handled.
+    After an exception (:meth:`hook`, or :meth:`end_after_missed_exception`, between :meth:`install` and :meth:`restore`), the exit
+    code is that of the cause: of a ClusterError, of the job's failure if that came first, else of an error of the user's program.
+    ``SystemExit`` is not handled.
 
     Args:
         client: the control client, to report exceptions; may be set later.
@@ -109,13 +110,26 @@ class ExitGuard:
 
     def hook(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
         """Print the traceback, report the exception to the other workers, and end the process."""
-        is_at_a_prompt = "ps1" in vars(sys)
-        is_other = self._handles_only is not None and self._handles_only not in _chain(error)
-        if not self._is_installed or is_at_a_prompt or is_other or os.getpid() != self._process:
+        if not self._handles(error):
             self._before(kind, error, traceback)  # A prompt continues, and a forked child ends as without Lockstep.
             return
         self._raised = summary_of(error)
         self._before(kind, error, traceback)
+        self._end_after(error)
+
+    def end_after_missed_exception(self) -> None:
+        """End the process as :meth:`hook` does if another hook has taken its place and the exception; for exit handlers."""
+        error = vars(sys).get("last_value")  # Python sets it before it calls a hook.
+        if isinstance(error, BaseException) and _is_uncaught(error) and self._handles(error):
+            self._raised = summary_of(error)
+            self._end_after(error)
+
+    def _handles(self, error: BaseException) -> bool:
+        is_at_a_prompt = "ps1" in vars(sys)
+        is_other = self._handles_only is not None and self._handles_only not in _chain(error)
+        return self._is_installed and not is_at_a_prompt and not is_other and os.getpid() == self._process
+
+    def _end_after(self, error: BaseException) -> None:
         failure = None if self.client is None else _cause(self.client, self._raised)
         code = exit_code_of(error, failure)
         if failure is not None:
@@ -163,6 +177,11 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
+
+
+def _is_uncaught(error: BaseException) -> bool:
+    """Whether an exception has left the outermost frame. Those that pytest and others catch may be in ``sys.last_value``, too."""
+    return error.__traceback__ is not None and error.__traceback__.tb_frame.f_back is None
 
 
 def _cause(client: ControlClient, summary: str) -> Failure | None:
