@@ -1,7 +1,9 @@
 """Addresses, ranks and GPUs of workers, on one node and on several."""
 
 import json
+import os
 import socket
+import subprocess
 import time
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -13,6 +15,7 @@ from lockstep.distributed import jax_init
 from lockstep.distributed.cluster import env_reader
 from lockstep.distributed.cluster.env_reader import gpu_files, has_accelerators, job_generation, visible_gpus
 from lockstep.distributed.jax_init import _idle_gpus, share_of_gpus
+from lockstep.distributed.resolvers import resolve
 from lockstep.launch.launch_config import LaunchConfig
 from lockstep.launch.rank_assignment import RankAssignment, find_node_rank, reserved_addresses
 from lockstep.launch.restart_policy import RestartBudget
@@ -79,6 +82,15 @@ def test_workers_are_numbered_over_the_nodes():
     expected |= {"GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "5", "LOCKSTEP_GENERATION": "3"}
     expected["LOCKSTEP_JOB_GENERATION"] = "3"
     assert variables == expected | {"LOCKSTEP_COORDINATOR": "a:5"}
+
+
+def test_addresses_that_no_variable_can_hold_are_left_out():
+    for workers, is_known in ((100, True), (5000, False)):
+        addresses = [f"node-{number:04d}.cluster.example:12421" for number in range(workers)]
+        variables = RankAssignment(0, 1, workers, 1, 1, workers, addresses[0], addresses).variables(0)
+        assert ("TF_CONFIG" in variables) == is_known
+        assert subprocess.run(["true"], env={**os.environ, **variables}).returncode == 0
+        assert resolve(variables).group().coordinator == addresses[0]
 
 
 @pytest.mark.parametrize("restarted", [0, 1])

@@ -101,6 +101,7 @@ def _format_job(job: str, processes: Sequence[ProcessName]) -> str:
 
 
 _LOOPBACK = "127.0.0.1"
+_MAX_VARIABLE = 2**17  # bytes of NAME=value and a zero, in which Linux starts a process
 
 
 @dataclass(frozen=True)
@@ -135,7 +136,9 @@ class RankAssignment:
         return NodeProcesses([ProcessName("worker", self.first + local) for local in range(self.workers)])
 
     def variables(self, local: int) -> Mapping[str, str]:
-        """Return the environment variables of one worker: those of torchrun, and ``TF_CONFIG`` if all addresses are known.
+        """Return the environment variables of one worker: those of torchrun, and ``TF_CONFIG`` or else the address of worker 0.
+
+        ``TF_CONFIG`` has all addresses, if they are known and fit: those of some 3,700 workers may not.
 
         Args:
             local: the worker's number on this node.
@@ -158,11 +161,13 @@ class RankAssignment:
             GENERATION: self.generation,
             JOB_GENERATION: 0 if self.is_counted_here else self.generation,
         }
-        if self.addresses is None:  # Otherwise MASTER_PORT would be taken for the port of torchrun itself.
+        task = {"type": "worker", "index": rank}
+        config = json.dumps({"cluster": {"worker": list(self.addresses or ())}, "task": task})
+        if self.addresses is None or len(f"TF_CONFIG={config}\0") > _MAX_VARIABLE:
+            # Without it, MASTER_PORT would be taken for the port of torchrun itself.
             variables[COORDINATOR] = self.coordinator
         else:
-            task = {"type": "worker", "index": rank}
-            variables["TF_CONFIG"] = json.dumps({"cluster": {"worker": list(self.addresses)}, "task": task})
+            variables["TF_CONFIG"] = config
         return {name: str(value) for name, value in variables.items()}
 
 
