@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -10,7 +11,8 @@ import pytest
 
 import lockstep
 from lockstep import cli
-from tests.launch.launching import environment, program, run
+from tests.launch.launching import environment, program, run, started
+from tests.support.waiting import DEADLINE
 
 
 def lines_of(done, rank):
@@ -209,6 +211,16 @@ def test_wrong_usage_ends_with_one_line(words, message):
     assert done.stderr.startswith("lockstep run: ")
     assert message in done.stderr.splitlines()[-1]
     assert done.stderr.count("\n") <= 3
+
+
+@pytest.mark.parametrize(("workers", "what"), [(8, r"worker \d"), (40, "40 processes")])
+def test_too_few_descriptors_end_with_one_line(tmp_path, workers, what):
+    few = ("sh", "-c", 'ulimit -n 24 && exec "$@"', "sh")
+    with started("-n", workers, program(tmp_path, "time.sleep(50)"), before=few) as process:
+        _, said = process.communicate(timeout=DEADLINE)
+    assert process.returncode == 2
+    line = rf"lockstep run: {what} cannot be started: \[Errno 24\] Too many open files.*\. Fix: start fewer .*"
+    assert re.fullmatch(line, said.splitlines()[-1])
 
 
 def test_the_supervisor_loads_nothing_that_is_slow():

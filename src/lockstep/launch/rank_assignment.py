@@ -213,6 +213,14 @@ class ServerRankAssignment:
 AnyRankAssignment = RankAssignment | ServerRankAssignment
 
 
+def cannot_start(what: str, error: OSError) -> OptionError:
+    """Return the error that the system does not let this process start ``what``."""
+    return OptionError(
+        f"{what} cannot be started: {error}. Fix: start fewer processes on this machine, or raise its limits of open files "
+        "(ulimit -n) and of processes (ulimit -u)."
+    )
+
+
 def find_node_rank(job: LaunchConfig) -> int | None:
     """Return this node's rank from ``--node-rank`` or ``--hosts``; None if the rendezvous assigns it.
 
@@ -262,9 +270,15 @@ def reserved_addresses(count: int) -> Iterator[tuple[str, ...]]:
 
     The sockets stay bound, but do not listen: Linux then gives their ports only to a process that asks for them by number and
     with SO_REUSEADDR, as servers do. Other systems refuse that, so the ports are released at once there.
+
+    Raises:
+        OptionError: this process may not open so many sockets.
     """
     with contextlib.ExitStack() as held:
-        sockets = [held.enter_context(socket.socket()) for _ in range(count)]
+        try:
+            sockets = [held.enter_context(socket.socket()) for _ in range(count)]
+        except OSError as error:
+            raise cannot_start(f"{count} processes", error) from None
         for one in sockets:
             one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             one.bind((_LOOPBACK, 0))

@@ -25,6 +25,7 @@ from lockstep.launch.rank_assignment import (
     ProcessName,
     RankAssignment,
     ServerRankAssignment,
+    cannot_start,
     find_node_rank,
     format_counts,
     reserved_addresses,
@@ -265,7 +266,10 @@ class _Supervisor:
         log_file = self._open_log(process)
         is_shown = log_file is None or self.job.tee
         show = (lambda line: self.output.write(prefix + line + b"\n")) if is_shown else None
-        return WorkerProcess(process, self.job, environment, log_file, show)
+        try:
+            return WorkerProcess(process, self.job, environment, log_file, show)
+        except OSError as error:
+            raise cannot_start(process.name, error) from None
 
     def _open_log(self, process: ProcessName) -> io.FileIO | None:
         if self.job.log_dir is None:
