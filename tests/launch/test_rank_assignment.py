@@ -53,6 +53,9 @@ def test_what_is_no_address_is_refused(address):
 def test_ports_may_not_run_out():
     with pytest.raises(OptionError, match="a:65535: there are no ports for 2 workers"):
         job(workers=2, coordinator="a:65535")
+    job(workers=2, nodes=2, min_nodes=1, coordinator="a:65533")  # The rendezvous has the first port.
+    with pytest.raises(OptionError, match="a:65534: there are no ports for 2 workers from 65535 to 65535"):
+        job(workers=2, nodes=2, min_nodes=1, coordinator="a:65534")
 
 
 def test_this_node_is_found_among_the_hosts():

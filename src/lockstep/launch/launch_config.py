@@ -126,9 +126,12 @@ class LaunchConfig:
 
     def _addresses_from(self, first: str) -> list[str]:
         host, port = split_address("address", first)
-        if port + self.workers - 1 > _MAX_PORT:
-            raise OptionError(f"{first}: there are no ports for {self.workers} workers from {port} to {_MAX_PORT}.")
+        self._check_ports(first, port)
         return [join_address(host, port + local) for local in range(self.workers)]
+
+    def _check_ports(self, address: str, port: int) -> None:
+        if port + self.workers - 1 > _MAX_PORT:
+            raise OptionError(f"{address}: there are no ports for {self.workers} workers from {port} to {_MAX_PORT}.")
 
     def _check_seconds(self) -> None:
         waits = {"--join-seconds": self.join_seconds, "--start-seconds": self.start_seconds}
@@ -147,6 +150,8 @@ class LaunchConfig:
             )
         if self.node_rank is not None and not 0 <= self.node_rank < self.nodes:
             raise OptionError(f"--node-rank: expected 0 to {self.nodes - 1}, got {self.node_rank}.")
+        for address in self.first_addresses if self.is_elastic else ():  # That port is the one of the rendezvous.
+            self._check_ports(address, split_address("address", address)[1] + 1)
         addresses = self.addresses or ()
         if len(set(addresses)) != len(addresses):
             twice = next(address for address in addresses if addresses.count(address) > 1)
