@@ -141,6 +141,13 @@ def test_what_is_fixed_must_be_a_port(case, port):
         case.make(environ_of(case, LOCKSTEP_PORT=port))
 
 
+@of_cases()
+def test_a_service_of_kubernetes_named_lockstep_sets_no_port(case):
+    with_service = environ_of(case, LOCKSTEP_PORT="tcp://10.0.0.5:6006")
+    without = {name: value for name, value in with_service.items() if name != "LOCKSTEP_PORT"}
+    assert case.make(with_service).group() == case.make(without).group()
+
+
 def test_every_resolver_has_a_case():
     assert {type(case.make(environ_of(case))) for case in FROM_ENVIRONMENT} == set(RESOLVERS)
 

@@ -80,6 +80,8 @@ JOB_PORTS = range(16384, 32768)
 COORDINATOR = "LOCKSTEP_COORDINATOR"  # host:port of worker 0, instead of the scheduler's
 PORT = "LOCKSTEP_PORT"  # its port only
 _PORTS_PER_JOB = 16
+# In all pods of a namespace with a Service "lockstep", Kubernetes sets LOCKSTEP_PORT to the URL of that Service.
+_SERVICE_URLS = ("tcp://", "udp://", "sctp://")
 
 
 def port_of_job(job: int | str) -> int:
@@ -99,8 +101,10 @@ def port_of_job(job: int | str) -> int:
 
 def chosen_port(environ: Mapping[str, str], name: str = PORT, meaning: str = "the port of worker 0") -> int | None:
     """Return the port that the user has set in a variable, if any."""
+    if name not in environ or environ[name].startswith(_SERVICE_URLS):
+        return None
     own = EnvReader("Lockstep", environ, "set it to a free port, or leave it out.")
-    return own.integer(name, meaning, minimum=1, maximum=_MAX_PORT) if name in environ else None
+    return own.integer(name, meaning, minimum=1, maximum=_MAX_PORT)
 
 
 def resolve_coordinator(environ: Mapping[str, str], find: Callable[[], tuple[str, int]]) -> str:
