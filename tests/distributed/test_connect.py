@@ -129,6 +129,10 @@ def test_the_missing_are_named_by_all_with_their_addresses_in_time():
 def test_the_start_has_a_limit_of_its_own():
     with ThreadedJob(2, missing=(1,), timeout_seconds=1000, start_seconds=0.1, long_seconds=1000) as job:
         assert "did not join within 0.1 s" in str(job.errors[0])
+        # Its workers may be on other machines, as their addresses are not known.
+        assert str(job.errors[0]).endswith(
+            "Other machines cannot reach it: set LOCKSTEP_COORDINATOR=host:port on each worker."
+        )
 
 
 @pytest.mark.slow

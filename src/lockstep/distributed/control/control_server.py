@@ -12,6 +12,7 @@ from typing import Any
 
 from lockstep._errors import PEER_LOST, OptionError
 from lockstep._logging import abridged, listed
+from lockstep.distributed.cluster.addresses import COORDINATOR, host_of, is_loopback
 from lockstep.distributed.cluster.membership import WorkerGroup
 from lockstep.distributed.control.admission import Admission, JoinRejection
 from lockstep.distributed.control.failure_detector import (
@@ -286,10 +287,15 @@ class ControlServer:
     def _missing_at_start(self) -> JoinRejection:
         reasons = self._handshakes.rejections.reasons
         rejected = "".join(f" {address} was turned away: {reason}." for reason, address in reasons.items())
-        missing = self._admission.missing()
+        missing, coordinator = self._admission.missing(), self._group.coordinator
+        # MASTER_ADDR of a PyTorchJob may be localhost at worker 0, and its name everywhere else.
+        may_be_elsewhere = self._group.addresses is None and is_loopback(host_of(coordinator))
+        hint = (
+            f" Other machines cannot reach it: set {COORDINATOR}=host:port on each worker." if may_be_elsewhere else ""
+        )
         return JoinRejection(
             f"{listed(missing)} did not join within {self._limits.start_timeout:g} s: {'are they' if missing[1:] else 'is it'} "
-            f"started, and can {self._group.coordinator} be reached from there?{rejected}",
+            f"started, and can {coordinator} be reached from there?{hint}{rejected}",
             exit_code=PEER_LOST,
         )
 
