@@ -235,7 +235,7 @@ def test_a_session_whose_body_fails_says_so_and_one_that_exits_leaves():
     with ThreadedJob(2) as job:
         with pytest.raises(SystemExit), job.sessions[1]:
             raise SystemExit(0)
-        wait_until(lambda: job.sessions[0].departed == {1}, "the departure of worker 1")
+        wait_until(lambda: job.sessions[0].heartbeats()[1].left, "the departure of worker 1")
         assert job.failures == [[], []]
 
 
@@ -243,7 +243,7 @@ def test_who_has_left_is_an_error_only_for_those_that_need_it():
     with ThreadedJob(3) as job:
         job.sessions[1].leave()
         job.sessions[1].leave()
-        wait_until(lambda: job.sessions[0].departed == job.sessions[2].departed == {1}, "the departure of worker 1")
+        wait_until(lambda: job.sessions[0].heartbeats()[1].left, "the departure of worker 1")
         assert job.failures == [[], [], []]
         with pytest.raises(ClusterError, match="This control client is closed"):
             job.sessions[1].gather("rows")
@@ -276,11 +276,10 @@ def test_a_chief_that_has_waited_long_leaves_and_the_others_go_on():
 
 
 def leaving_and_staying(job, index):
-    """A thread in which a worker leaves, but stays until all have left; the others know already that it leaves."""
+    """A thread in which a worker leaves, but stays until all have left; the chief knows already that it leaves."""
     thread = threading.Thread(target=lambda: job.sessions[index].leave(DEADLINE, stays=True), daemon=True)
     thread.start()
-    others = [session for other, session in job.sessions.items() if other != index]
-    wait_until(lambda: all(index in session.departed for session in others), f"the departure of worker {index}")
+    wait_until(lambda: job.sessions[0].heartbeats()[index].left, f"the departure of worker {index}")
     return thread
 
 

@@ -44,7 +44,6 @@ class ControlClient:
         group: the workers.
         peers: all workers, in order.
         failure: why the job cannot continue; None while it can.
-        departed: workers that have left in order.
         metadata: returns the numbers that each heartbeat reports about this worker.
         ends_with_others: whether the process is to stay, at its end, until all workers have left.
 
@@ -70,7 +69,6 @@ class ControlClient:
     ) -> None:
         self.group, self.peers = group, peers
         self.failure: Failure | None = None
-        self.departed: set[int] = set()
         self.metadata: Callable[[], dict[str, float]] = dict
         self.ends_with_others = False
         self._connection, self._server, self._limits = connection, server, limits
@@ -81,7 +79,7 @@ class ControlClient:
         self._channels = _Channels()
         self._leave_lock = threading.Lock()
         self._confirmed = threading.Event()
-        self._is_failing = self._has_left = self._stays = self._is_disconnected = False
+        self._is_failing = self._has_left = self._stays = self._is_disconnected = self._has_chief_left = False
         self._loop = EventLoop("lockstep-cluster", clock)
         self._loop.add(connection, self._received, self._closed)
         self._loop.later(0.0, self._send_heartbeat)
@@ -316,15 +314,15 @@ class ControlClient:
             self._missing = message["missing"]
         elif message["kind"] == "result":
             self._channels.finish(message["channel"], message["values"], message["error"])
-        elif message["kind"] == "departed":
-            self.departed.add(message["worker"])
+        elif message["kind"] == "chief left":
+            self._has_chief_left = True
         elif message["kind"] == "noted":
             self._confirmed.set()
         elif message["kind"] == "failure":
             self._set_failure(Failure.from_message(message["failure"]))
 
     def _closed(self, connection: FramedSocket) -> None:
-        if 0 not in self.departed and (self._stays or not self._has_left):
+        if not self._has_chief_left and (self._stays or not self._has_left):
             what = f"died: {connection.ended} unexpectedly. It was the chief."
             self._set_failure(make_failure(FailureKind.DIED, self.peers[0], what))
         self._is_disconnected = True

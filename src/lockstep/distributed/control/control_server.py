@@ -338,7 +338,8 @@ class ControlServer:
 
     def _on_leave(self, worker: _WorkerRecord, message: dict[str, Any]) -> None:
         worker.left, worker.stays = True, bool(message["stays"])
-        self._send_all({"kind": "departed", "worker": worker.peer.index})
+        if worker.peer.index == 0:
+            self._send_all({"kind": "chief left"})
         self._reply(self._collectives.leave(worker.peer.index, str(worker.peer)))
         if worker.peer.index and not worker.stays:
             worker.connection.send(encode({"kind": "noted"}))
