@@ -14,9 +14,9 @@ from lockstep.distributed.control.termination import ExitGuard
 from lockstep.distributed.jax_init import ProcessJob
 from tests.support.waiting import DEADLINE
 
-DIED = Failure(FailureKind.DIED, 1, "node1", 71, "worker 1 of 2 (node1, process 71) died.")
-STUCK = Failure(FailureKind.STUCK, 1, "node1", 71, "worker 1 of 2 (node1, process 71) is stuck.")
-OWN = Failure(FailureKind.FAILED, 0, "node0", 70, "worker 0 of 2 (node0, process 70) failed: ValueError: no.")
+DIED = Failure(FailureKind.DIED, 1, "worker 1 of 2 (node1, process 71) died.")
+STUCK = Failure(FailureKind.STUCK, 1, "worker 1 of 2 (node1, process 71) is stuck.")
+OWN = Failure(FailureKind.FAILED, 0, "worker 0 of 2 (node0, process 70) failed: ValueError: no.")
 
 
 class FakeSession:
@@ -194,13 +194,8 @@ def test_what_has_become_of_whom_is_said_below_the_traceback(capfd):
 
 def test_an_error_that_all_workers_raise_alike_is_said_once(capfd):
     error = ClusterError("the workers do not agree")
-    echo = Failure(
-        FailureKind.FAILED,
-        1,
-        "node1",
-        71,
-        "worker 1 of 2 (node1, process 71) failed: ClusterError: the workers do not agree",
-    )
+    sentence = "worker 1 of 2 (node1, process 71) failed: ClusterError: the workers do not agree"
+    echo = Failure(FailureKind.FAILED, 1, sentence)
     assert ending(error, FakeSession(echo)) == [13]
     assert capfd.readouterr().err.count("the workers do not agree") == 1
 

@@ -16,7 +16,7 @@ COLLECTIVE = """
 from types import SimpleNamespace
 from lockstep.distributed.control.failure_detector import Failure, FailureKind
 from lockstep.distributed.control.termination import ExitGuard
-failure = Failure(FailureKind.FAILED, {failed}, "node1", 71, "worker {failed} of 2 failed: ValueError: mine")
+failure = Failure(FailureKind.FAILED, {failed}, "worker {failed} of 2 failed: ValueError: mine")
 ExitGuard(SimpleNamespace(group=SimpleNamespace(index=0), failure=failure, fail=lambda summary: None)).install()
 raise RuntimeError("connection closed by peer")
 """

@@ -62,19 +62,15 @@ class Failure:
     Args:
         kind: how the worker has failed.
         worker: its number.
-        host: its machine.
-        pid: its process there.
-        sentence: all of this for the user.
+        sentence: all of this for the user, with its machine and process.
 
     Example:
-        >>> Failure(FailureKind.DIED, 1, "node1", 77, "worker 1 of 2 (node1, process 77) died.").exit_code
+        >>> Failure(FailureKind.DIED, 1, "worker 1 of 2 (node1, process 77) died.").exit_code
         75
     """
 
     kind: FailureKind
     worker: int
-    host: str
-    pid: int
     sentence: str
 
     @property
@@ -228,7 +224,7 @@ def _find_standstill(now: float, statuses: Sequence[WorkerStatus], limits: Limit
 
 def make_failure(kind: FailureKind, peer: Peer, what: str) -> Failure:
     """Return a failure of ``peer``; ``what`` completes the sentence that begins with its name."""
-    return Failure(kind, peer.index, peer.host, peer.pid, f"{peer} {what}")
+    return Failure(kind, peer.index, f"{peer} {what}")
 
 
 def _has_not_reached(status: WorkerStatus, step: int) -> bool:
