@@ -53,8 +53,9 @@ def test_workers_meet_and_know_each_other(workers):
 def test_a_job_of_one_worker_uses_no_port():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         group = WorkerGroup(workers=1, index=0, coordinator=f"127.0.0.1:{taken.getsockname()[1]}")
-        with open_control_channel(group, {}) as session:
-            assert session.gather("rows", 7) == [7]
+        session = open_control_channel(group, {})
+        assert session.gather("rows", 7) == [7]
+        session.leave()
 
 
 def test_a_worker_with_another_identity_is_named_to_all():

@@ -226,19 +226,6 @@ def test_who_fails_is_named_to_the_others_once_and_their_calls_end(failing):
                 job.sessions[index].check()
 
 
-def test_a_session_whose_body_fails_says_so_and_one_that_exits_leaves():
-    with ThreadedJob(2) as job:
-        with pytest.raises(ZeroDivisionError), job.sessions[1]:
-            _ = 1 / 0
-        wait_until(lambda: job.failures[0], "a failure on worker 0")
-        assert job.failures[0][0].sentence.endswith("failed: ZeroDivisionError: division by zero")
-    with ThreadedJob(2) as job:
-        with pytest.raises(SystemExit), job.sessions[1]:
-            raise SystemExit(0)
-        wait_until(lambda: job.sessions[0].heartbeats()[1].left, "the departure of worker 1")
-        assert job.failures == [[], []]
-
-
 def test_who_has_left_is_an_error_only_for_those_that_need_it():
     with ThreadedJob(3) as job:
         job.sessions[1].leave()

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from lockstep._errors import NO_PROGRESS, ClusterError, summary_of
+from lockstep._errors import NO_PROGRESS, ClusterError
 from lockstep._logging import CancelledError, WaitLogger, is_cancelled, listed
 from lockstep.distributed.cluster.membership import WorkerGroup
 from lockstep.distributed.control.control_server import BARRIER, BROADCAST, GATHER, LEAVE, ControlServer
@@ -50,10 +50,11 @@ class ControlClient:
     Example:
         >>> from lockstep.distributed.cluster.membership import WorkerGroup
         >>> from lockstep.distributed.control.connect import open_control_channel
-        >>> with open_control_channel(WorkerGroup(workers=1, index=0, coordinator="localhost:12421"), {"jax": "0.10.2"}) as client:
-        ...     client.report(1, "step")
-        ...     client.gather("rows", 7)
+        >>> client = open_control_channel(WorkerGroup(workers=1, index=0, coordinator="localhost:12421"), {"jax": "0.10.2"})
+        >>> client.report(1, "step")
+        >>> client.gather("rows", 7)
         [7]
+        >>> client.leave()
     """
 
     def __init__(
@@ -85,14 +86,6 @@ class ControlClient:
         self._loop.later(0.0, self._send_heartbeat)
         self._loop.start()
         atexit.register(self.leave)
-
-    def __enter__(self) -> "ControlClient":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
-        if error is not None and not (isinstance(error, SystemExit) and not error.code):
-            self.fail(summary_of(error))
-        self.leave()
 
     @property
     def lost_worker(self) -> Failure | None:
