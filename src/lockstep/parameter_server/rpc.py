@@ -197,7 +197,7 @@ def connect(
     wait, reason = WaitLogger(log), "no process listens there"
     while (left := timeout_seconds - wait.seconds) > 0:
         try:
-            return RpcClient(f"{name} at {address}", _connect_once(name, address, me, secret, left), timeout_seconds)
+            return RpcClient(f"{name} at {address}", _connect_once(address, me, secret, left), timeout_seconds)
         except (HandshakeError, ProtocolError) as error:
             raise ClusterError(f"{name} at {address} is no server of variables for this worker: {error}.") from None
         except RetryableConnectError as error:
@@ -211,8 +211,8 @@ def connect(
     )
 
 
-def _connect_once(name: str, address: str, me: Peer, secret: bytes | None, seconds: float) -> ArrayConnection:
-    connection = connect_to(address, seconds, name)
+def _connect_once(address: str, me: Peer, secret: bytes | None, seconds: float) -> ArrayConnection:
+    connection = connect_to(address, seconds)
     try:
         introduce(connection, me, secret, seconds)
         wait_until_admitted(connection, seconds)

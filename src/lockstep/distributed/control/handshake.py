@@ -356,19 +356,18 @@ def _describe(me: Peer) -> str:
     return as_text({name: value for name, value in asdict(me).items() if name in _FIELDS}).decode()
 
 
-def connect(address: str, seconds: float, name: str = "the coordinator") -> FramedSocket:
+def connect(address: str, seconds: float) -> FramedSocket:
     """Connect to a server.
 
     Args:
         address: ``host:port``.
         seconds: limit of the wait.
-        name: name of the server, for errors about its address.
 
     Raises:
         RetryableConnectError: no server accepted the connection in time.
     """
     try:
-        connected = socket.create_connection(split_address(name, address), seconds)
+        connected = socket.create_connection(split_address("the server", address), seconds)
     except OSError as error:
         raise RetryableConnectError(error.strerror or str(error)) from None
     if connected.getsockname() == connected.getpeername():
