@@ -698,6 +698,48 @@ def test_state_of_an_earlier_call_of_the_run_that_a_later_one_does_not_change_co
     assert left == [(0.5, [0, 1, 2])] * 4
 
 
+class Boosts(keras.callbacks.Callback):
+    """Changes weights and a scale that the data and the program read."""
+
+    def __init__(self, shared):
+        super().__init__()
+        self.weights, self.shared = shared["weights"], shared
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.shared["losses"].append(float(logs["loss"]))
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.weights[::2] *= 1.5
+        self.shared["scale"] = 2.0 + epoch
+
+
+class Boosted(Shuffled):
+    """Batches as a callback wants them."""
+
+    def __init__(self, shared):
+        super().__init__()
+        self.shared, self.weights = shared, shared["weights"]
+
+    def __getitem__(self, index):
+        x, y = super().__getitem__(index)
+        return x * np.float32(self.shared["scale"]), y, self.weights[: len(x)]
+
+
+@pytest.mark.parametrize("stop", [6, 8], ids=["between two epochs", "in the middle of an epoch"])
+def test_data_and_program_see_what_they_share_with_callbacks(stop, tmp_path):
+    def trained(folder, **options):
+        shared = {"weights": np.ones(16, "float32"), "scale": 1.0, "losses": []}
+        run = Run(folder, given={"x": Boosted(shared)})
+        return run.fit(callbacks=[Boosts(shared)], **options), shared
+
+    expected, shared = trained(None, backup=False)
+    assert trained(tmp_path, stop=stop)[0] is None
+    found, resumed = trained(tmp_path)
+    assert found == expected
+    assert str(resumed) == str(shared)
+    assert len(shared["losses"]) == 15
+
+
 def test_the_best_weights_of_a_model_in_half_precision_go_on(tmp_path):
     def best(epochs):
         keras.utils.set_random_seed(1)

@@ -1,5 +1,6 @@
 """Attributes of callbacks go to a checkpoint and come back; what is no value stays with its process."""
 
+import copy
 import json
 from collections import Counter, OrderedDict, defaultdict, deque
 from types import SimpleNamespace
@@ -10,7 +11,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from lockstep.fit.checkpointing.model_state import first_attributes, packed_attributes, unpacked_attributes
+from lockstep.fit.checkpointing.model_state import (
+    FirstAttributes,
+    first_attributes,
+    packed_attributes,
+    unpacked_attributes,
+    unreplaced,
+)
 
 VALUES = [
     None,
@@ -38,8 +45,8 @@ VALUES = [
 
 def there_and_back(owner, target):
     arrays = {}
-    facts = json.loads(json.dumps(packed_attributes(owner, "callback 0", arrays, {})))
-    unpacked_attributes(target, facts, arrays, {})
+    facts = json.loads(json.dumps(packed_attributes(owner, "callback 0", arrays, FirstAttributes())))
+    unpacked_attributes(target, facts, arrays, FirstAttributes())
     return target
 
 
@@ -110,10 +117,10 @@ def test_what_is_no_value_is_left_alone(value):
 def test_what_comes_back_shares_no_memory():
     owner = SimpleNamespace(value=np.zeros(3))
     arrays = {}
-    facts = packed_attributes(owner, "callback 0", arrays, {})
+    facts = packed_attributes(owner, "callback 0", arrays, FirstAttributes())
     owner.value[:] = 1
     target = SimpleNamespace()
-    unpacked_attributes(target, facts, arrays, {})
+    unpacked_attributes(target, facts, arrays, FirstAttributes())
     assert target.value.tolist() == [0, 0, 0]
 
 
@@ -128,7 +135,7 @@ def test_a_key_of_jax_comes_back(kind):
 def test_a_deleted_array_is_left_alone():
     array = jax.numpy.ones(3)
     array.delete()
-    assert packed_attributes(SimpleNamespace(array=array), "", {}, {}) == {}
+    assert packed_attributes(SimpleNamespace(array=array), "", {}, FirstAttributes()) == {}
 
 
 def test_arrays_that_have_not_changed_are_not_in_a_checkpoint():
@@ -146,5 +153,107 @@ def test_what_has_not_changed_may_be_chosen_anew():
     owner.wait, owner.best = 2, np.ones(2)
     arrays = {}
     target = SimpleNamespace(patience=9, wait=0, best=None)
-    unpacked_attributes(target, packed_attributes(owner, "callback 0", arrays, begun_with), arrays, {})
+    unpacked_attributes(target, packed_attributes(owner, "callback 0", arrays, begun_with), arrays, FirstAttributes())
     assert (target.patience, target.wait, target.best.tolist()) == (9, 2, [1, 1])
+
+
+def resumed(program, changed):
+    """The program's object after a resume of a callback that ``changed`` gives another state, and the callback."""
+    owner, target = program(), program()
+    first = first_attributes(owner.callback, "callback 0"), first_attributes(target.callback, "callback 0")
+    changed(owner.callback)
+    arrays = {}
+    facts = packed_attributes(owner.callback, "callback 0", arrays, first[0])
+    same = json.loads(json.dumps(unreplaced(owner.callback, facts, first[0])))
+    unpacked_attributes(target.callback, json.loads(json.dumps(facts)), arrays, first[1], same)
+    return target
+
+
+SHARED = {
+    "list": ([1], lambda value: value.append(2)),
+    "set": ({1, 2}, lambda value: value.symmetric_difference_update({2, 3})),
+    "dict": ({"b": 1, "a": 2}, lambda value: value.update(b=value.pop("b"), c=3)),
+    "Counter": (Counter("ab"), lambda value: value.update("ac")),
+    "OrderedDict": (OrderedDict(a=1, b=2), lambda value: value.move_to_end("a")),
+    "defaultdict": (defaultdict(list), lambda value: value["a"].append(1)),
+    "deque": (deque([1], maxlen=2), lambda value: value.extend([2, 3])),
+    "array": (np.zeros(2), lambda value: value.__iadd__(1)),
+    "nested": ([{"a": [0]}, (np.zeros(2), [1])], lambda value: (value[0]["a"].append(1), value[1][0].fill(3))),
+}
+
+
+@pytest.mark.parametrize(("made", "change"), SHARED.values(), ids=SHARED)
+def test_an_object_that_a_program_shares_with_a_callback_gets_its_content(made, change):
+    def program():
+        value = copy.deepcopy(made)
+        return SimpleNamespace(held=value, callback=SimpleNamespace(value=value, also=value))
+
+    expected = copy.deepcopy(made)
+    change(expected)
+    found = resumed(program, lambda callback: change(callback.value))
+    assert found.held is found.callback.value is found.callback.also
+    assert repr(found.held) == repr(expected)
+
+
+def test_items_that_a_program_shares_with_a_callback_get_their_content():
+    def program():
+        inner, array = [], np.zeros(2)
+        value = {"inner": inner, "pair": (1, array)}
+        return SimpleNamespace(inner=inner, array=array, callback=SimpleNamespace(value=value))
+
+    def change(callback):
+        callback.value = {"inner": callback.value["inner"], "pair": callback.value["pair"], "new": 1}
+        callback.value["inner"].append(5)
+        callback.value["pair"][1][:] = 7
+
+    found = resumed(program, change)
+    assert found.inner is found.callback.value["inner"]
+    assert found.array is found.callback.value["pair"][1]
+    assert (found.inner, found.array.tolist(), found.callback.value["new"]) == ([5], [7, 7], 1)
+
+
+def test_an_object_that_a_callback_has_replaced_keeps_its_content():
+    def program():
+        plain, array, items = [1], np.zeros(2), {"a": [1]}
+        owner = SimpleNamespace(plain=plain, array=array, items=items, also=plain)
+        return SimpleNamespace(plain=plain, array=array, inner=items["a"], callback=owner)
+
+    def change(callback):
+        callback.plain, callback.array, callback.items["a"] = [2], callback.array + 1, [2]
+
+    found = resumed(program, change)
+    assert (found.plain, found.array.tolist(), found.inner) == ([1], [0, 0], [1])
+    owner = found.callback
+    assert (owner.plain, owner.array.tolist(), owner.items, owner.also) == ([2], [1, 1], {"a": [2]}, [1])
+    assert owner.also is found.plain
+
+
+@pytest.mark.parametrize("other", [np.zeros(3), np.zeros(2, "float32"), [0.0, 0.0], deque([0.0])], ids=str)
+def test_an_object_of_another_form_is_replaced(other):
+    owner, target = SimpleNamespace(value=np.zeros(2), last=deque([0], 2)), SimpleNamespace(value=other, last=deque())
+    first, arrays = first_attributes(owner, ""), {}
+    owner.value += 1
+    owner.last.append(1)
+    facts = packed_attributes(owner, "", arrays, first)
+    unpacked_attributes(target, facts, arrays, first_attributes(target, ""), unreplaced(owner, facts, first))
+    assert (target.value.tolist(), [*other], [*target.last]) == ([1, 1], [0] * len(other), [0, 1])
+
+
+def test_a_read_only_array_is_replaced():
+    held = np.zeros(2)
+    held.flags.writeable = False
+    target = SimpleNamespace(value=held)
+    unpacked_attributes(
+        target, {"value": {"array": "a", "scalar": False}}, {"a": np.ones(2)}, FirstAttributes(), ["value"]
+    )
+    assert (target.value.tolist(), held.tolist()) == ([1, 1], [0, 0])
+
+
+def test_what_has_not_changed_stays_the_object_of_the_program():
+    held = [1]
+    target = SimpleNamespace(value=held)
+    first = first_attributes(target, "")
+    held.append(2)  # as the beginning of an epoch may
+    unpacked_attributes(target, {}, {}, first)
+    assert target.value is held
+    assert held == [1]

@@ -20,7 +20,12 @@ import lockstep
 from lockstep._keras.callback_state import CALLBACK_STATE
 from lockstep.callbacks import BackupAndRestore, LearningRateScaling, NanGuard, ThroughputMonitor
 from lockstep.checkpoint.store import CheckpointStore
-from lockstep.fit.checkpointing.model_state import MetadataCheck, packed_attributes, unpacked_attributes
+from lockstep.fit.checkpointing.model_state import (
+    FirstAttributes,
+    MetadataCheck,
+    packed_attributes,
+    unpacked_attributes,
+)
 from tests.checkpoint.test_damage import fields_of, say
 from tests.fit.monitoring.runs import built, data
 
@@ -208,7 +213,7 @@ def test_checkpoints_that_are_all_refused_are_listed_before_training(whole, fact
 def test_a_checkpoint_does_not_choose_where_callbacks_write(make, tmp_path):
     callback = make(tmp_path / "here.weights.h5")
     unpacked_attributes(
-        callback, {"filepath": "elsewhere", "save_freq": 1, "_current_epoch": 3, "set_model": 5}, {}, {}
+        callback, {"filepath": "elsewhere", "save_freq": 1, "_current_epoch": 3, "set_model": 5}, {}, FirstAttributes()
     )
     assert callback.filepath == str(tmp_path / "here.weights.h5")
     assert callback.save_freq == "epoch"
@@ -220,7 +225,12 @@ def test_state_that_a_user_added_comes_back():
     callback, other = Own("a.weights.h5"), Own("b.weights.h5")
     callback.phase, callback.seen = "main", [(1, None)]
     arrays = {}
-    unpacked_attributes(other, json.loads(json.dumps(packed_attributes(callback, "", arrays, {}))), arrays, {})
+    unpacked_attributes(
+        other,
+        json.loads(json.dumps(packed_attributes(callback, "", arrays, FirstAttributes()))),
+        arrays,
+        FirstAttributes(),
+    )
     assert (other.phase, other.seen, other.filepath) == ("main", [(1, None)], "b.weights.h5")
 
 

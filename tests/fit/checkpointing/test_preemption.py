@@ -88,25 +88,37 @@ def test_hooks_of_validation_data_run_once_for_a_validation_that_is_run_again(tm
 class CountsValidation(keras.callbacks.Callback):
     """Its state changes during a validation."""
 
-    def __init__(self, left):
+    def __init__(self, left, seen):
         super().__init__()
-        self.batches, self.tell = 0, left.append
+        self.batches, self.seen, self.tell = 0, seen, left.append
 
     def on_test_batch_end(self, batch, logs=None):
         self.batches += 1
+        self.seen.append(batch)
 
     def on_train_end(self, logs=None):
-        self.tell(self.batches)
+        self.tell((self.batches, len(self.seen)))
+
+
+class Holds(keras.callbacks.Callback):
+    """Hears no validation, but has an object of a callback that does."""
+
+    def __init__(self, value):
+        super().__init__()
+        self.value = value
 
 
 @pytest.mark.slow
 def test_callbacks_have_not_seen_a_validation_that_is_run_again(tmp_path):
+    def callbacks():
+        return [CountsValidation(left, seen := []), Holds(seen)]
+
     left, run = [], {"epochs": 2, "options": RARELY}
     first = Run(tmp_path, **run)
     with pytest.raises(SystemExit):
-        first.fit(callbacks=[CountsValidation(left), Signalled("on_test_batch_end", 2)])
-    Run(tmp_path, **run).fit(callbacks=[CountsValidation(left)])
-    assert left == [2 * 3]
+        first.fit(callbacks=[*callbacks(), Signalled("on_test_batch_end", 2)])
+    Run(tmp_path, **run).fit(callbacks=callbacks())
+    assert left == [(2 * 3, 2 * 3)]
 
 
 @pytest.mark.parametrize("kind", [kind for kind in INPUTS if kind not in ("arrays", "PyDataset")])

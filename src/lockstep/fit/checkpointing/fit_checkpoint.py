@@ -32,6 +32,7 @@ from lockstep.execution.step_functions import StepFunctions
 from lockstep.execution.step_hooks import StepHook
 from lockstep.fit.checkpointing.backup_and_restore import BackupAndRestore
 from lockstep.fit.checkpointing.model_state import (
+    FirstAttributes,
     MetadataCheck,
     ModelVariables,
     first_attributes,
@@ -39,6 +40,7 @@ from lockstep.fit.checkpointing.model_state import (
     packed_attributes,
     packed_logs,
     unpacked_attributes,
+    unreplaced,
 )
 from lockstep.fit.checkpointing.preemption import Preemption, exit_after_checkpoint
 
@@ -206,7 +208,7 @@ def changed_versions_message(then: Mapping[str, str], now: Mapping[str, str]) ->
 
 _PARTS_SECONDS = 3600.0  # for all workers to write their shards, after which the job fails
 _CHANGED_BY_VALIDATION = ("non_trainable", "metrics")
-# Of a callback: the name of its class with its attributes and what it monitors, and its arrays.
+# Of a callback: the name of its class with its attributes, what it monitors and what it has not replaced, and its arrays.
 _Packed = tuple[list[Any], dict[str, np.ndarray]]
 
 
@@ -282,8 +284,9 @@ class FitCheckpoint(StepHook):
         self._variables, self._versions = ModelVariables(self._model), used_versions()
         self.callbacks = keras.callbacks.CallbackList()
         # Of the other callbacks, when training began, without those that the run has changed before.
-        self._first_attributes: list[dict[str, Any]] = []
-        self._resumed_attributes: dict[int, dict[str, Any]] = {}  # of the checkpoint, by the number of the callback
+        self._first_attributes: list[FirstAttributes] = []
+        # Of the checkpoint, with what is not replaced, by the number of the callback.
+        self._resumed_attributes: dict[int, tuple[dict[str, Any], list[str]]] = {}
         self._emptied_files: list[str] = []
         self.resumed, self._position, self._logs = resumed, resumed.position, resumed.logs
         self._current: tuple[int, int] | None = None  # epoch and batch of the step that Keras is at
@@ -392,8 +395,14 @@ class FitCheckpoint(StepHook):
         """Keep the state before a validation, for a preemption during it."""
         self._functions.validation_begins()
         point = self._before_reset(self._save_point(self._position, True, _CHANGED_BY_VALIDATION))
-        hearing = [number for number, callback in enumerate(self._other_callbacks) if _hears_validation(callback)]
-        self._before_validation = replace(point, callbacks=self._packed(hearing))
+        self._before_validation = replace(point, callbacks=self._packed(self._changed_by_validation()))
+
+    def _changed_by_validation(self) -> list[int]:
+        """Return the numbers of the callbacks that hear a validation, or share objects with one that does."""
+        objects = [{*map(id, first.objects.values())} for first in self._first_attributes]
+        hearing = {number for number, callback in enumerate(self._other_callbacks) if _hears_validation(callback)}
+        shared = set[int]().union(*(objects[number] for number in hearing))
+        return [number for number, own in enumerate(objects) if number in hearing or own & shared]
 
     def validation_step_ended(self) -> None:
         """Note if all processes stop now, so that a preemption cuts the validation short."""
@@ -509,7 +518,8 @@ class FitCheckpoint(StepHook):
             callback, arrays = self._other_callbacks[number], dict[str, np.ndarray]()
             first = self._first_attributes[number]
             attributes = packed_attributes(callback, f"callback {number}", arrays, first, value_of)
-            found[number] = [type(callback).__name__, attributes, monitored(callback)], arrays
+            same = unreplaced(callback, attributes, first)
+            found[number] = [type(callback).__name__, attributes, monitored(callback), same], arrays
         return found
 
     def _save_point(self, position: TrainPosition, is_epoch_over: bool, kinds: Iterable[str] = ()) -> _SavePoint:
@@ -633,8 +643,8 @@ class FitCheckpoint(StepHook):
     def _restore(self) -> None:
         arrays, metadata = self.resumed.arrays, self.resumed.metadata
         self._variables.set(arrays, metadata["variables"], self._checkpoint_name)
-        for number, attributes in self._resumed_attributes.items():
-            unpacked_attributes(self._other_callbacks[number], attributes, arrays, self._first_attributes[number])
+        for number, (attributes, same) in self._resumed_attributes.items():
+            unpacked_attributes(self._other_callbacks[number], attributes, arrays, self._first_attributes[number], same)
         self._model.stop_training = self.resumed.is_stopped or (
             metadata["stop_training"] and self.resumed.position.batch > 0
         )
@@ -651,13 +661,14 @@ class FitCheckpoint(StepHook):
             if entry is None:
                 continue
             entries.remove(entry)
-            _, attributes, then = entry if len(entry) == 3 else (*entry, now)
+            defaults: list[Any] = [now, []]  # of what earlier versions have not written
+            _, attributes, then, same = entry + defaults[len(entry) - 2 :]
             if then != now:
                 self._log(f"{name} begins anew, as its state is about another metric: {then} then, {now} now")
                 continue
-            self._resumed_attributes[number] = attributes
+            self._resumed_attributes[number] = attributes, same
             for attribute in attributes:  # The run has changed it, even if this call does not.
-                self._first_attributes[number].pop(attribute, None)
+                self._first_attributes[number].values.pop(attribute, None)
 
     def _wait_until_all_have_read(self) -> None:
         """Wait for all processes, as the chief replaces a checkpoint when the training ends, and may remove it when it saves."""

@@ -14,8 +14,8 @@ import inspect
 import re
 import reprlib
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import lru_cache
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -269,11 +269,24 @@ def _own_value(variable: keras.Variable) -> Any:
     return variable.value
 
 
+@dataclass(frozen=True)
+class FirstAttributes:
+    """The attributes of a callback that are values, when training begins.
+
+    Args:
+        values: as JSON, or a digest if there are arrays in them.
+        objects: the containers and arrays in them, by path; see :func:`unreplaced`.
+    """
+
+    values: dict[str, Any] = field(default_factory=dict)
+    objects: dict[str, Any] = field(default_factory=dict)
+
+
 def packed_attributes(
     owner: Any,
     name: str,
     arrays: dict[str, np.ndarray],
-    first: Mapping[str, Any],
+    first: FirstAttributes,
     value_of: _ValueOf = _own_value,
 ) -> dict[str, Any]:
     """Return the attributes of an object that are values, as JSON.
@@ -287,21 +300,51 @@ def packed_attributes(
     """
     found = {}
     for attribute, packed, own_arrays in _values(owner, name, value_of):
-        if attribute not in first or first[attribute] != _comparable(packed, own_arrays):
+        if attribute not in first.values or first.values[attribute] != _comparable(packed, own_arrays):
             arrays |= {key: array.copy() for key, array in own_arrays.items()}
             found[attribute] = packed
     return found
 
 
-def first_attributes(owner: Any, name: str, value_of: _ValueOf = _own_value) -> dict[str, Any]:
-    """Return the attributes of an object that are values: as JSON, or a digest if there are arrays in them.
+def first_attributes(owner: Any, name: str, value_of: _ValueOf = _own_value) -> FirstAttributes:
+    """Return the attributes of an object when training begins.
 
     Args:
         owner: a callback.
         name: prefix of the names of its arrays.
         value_of: see :func:`packed_attributes`.
     """
-    return {attribute: _comparable(packed, arrays) for attribute, packed, arrays in _values(owner, name, value_of)}
+    first = FirstAttributes()
+    for attribute, packed, arrays in _values(owner, name, value_of):
+        first.values[attribute] = _comparable(packed, arrays)
+        first.objects.update(_mutable_parts(vars(owner)[attribute], attribute))
+    return first
+
+
+def unreplaced(owner: Any, attributes: Iterable[str], first: FirstAttributes) -> list[str]:
+    """Return which containers and arrays in attributes are those of when training began: data and other callbacks may have them, too.
+
+    Args:
+        owner: a callback.
+        attributes: names of attributes that are values.
+        first: result of :func:`first_attributes`.
+
+    Returns:
+        Their paths: the name of the attribute, and numbers of items in containers, such as ``"table/0"``.
+    """
+    parts = (part for attribute in attributes for part in _mutable_parts(vars(owner)[attribute], attribute))
+    return [path for path, part in parts if first.objects.get(path) is part]
+
+
+def _mutable_parts(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """Yield a value and the items in it, with their paths, if :func:`_refilled` can give them another content."""
+    kind = type(value)
+    if kind in _REFILLED:
+        yield path, value
+    items = [*(value.values() if isinstance(value, dict) else value)] if isinstance(value, (dict, list, tuple)) else []
+    if not {*map(type, items)} <= _PLAIN:
+        for number, item in enumerate(items):
+            yield from _mutable_parts(item, f"{path}/{number}")
 
 
 @dataclass(frozen=True)
@@ -330,7 +373,11 @@ def _values(owner: Any, name: str, value_of: _ValueOf) -> Iterator[tuple[str, An
 
 
 def unpacked_attributes(
-    owner: Any, packed: Mapping[str, Any], arrays: Mapping[str, np.ndarray], first: Mapping[str, Any]
+    owner: Any,
+    packed: Mapping[str, Any],
+    arrays: Mapping[str, np.ndarray],
+    first: FirstAttributes,
+    same: Iterable[str] = (),
 ) -> None:
     """Set the attributes that :func:`packed_attributes` gave; others that are named there are left as they are.
 
@@ -338,30 +385,76 @@ def unpacked_attributes(
         owner: a callback.
         packed: the result of :func:`packed_attributes`.
         arrays: by name.
-        first: values for absent attributes, which had not changed; an epoch that is begun anew may have changed them.
+        first: has the values for absent attributes, which had not changed; an epoch that is begun anew may have changed them.
+        same: the result of :func:`unreplaced` for what is packed; these objects get their content, others are replaced.
     """
     now = {attribute for attribute, _, _ in _values(owner, "", _own_value)}
-    unchanged = {key: value for key, value in first.items() if key in now and not isinstance(value, _Digest)}
+    unchanged = {key: value for key, value in first.values.items() if key in now and not isinstance(value, _Digest)}
+    refilled = {*same, *unreplaced(owner, unchanged.keys() - packed.keys(), first)}
     for attribute, value in (unchanged | dict(packed)).items():
         if _is_kept(type(owner), attribute):
-            vars(owner)[attribute] = _assigned(vars(owner).get(attribute), _unpacked(value, arrays))
+            restored = _unpacked(value, arrays)
+            vars(owner)[attribute] = _assigned(vars(owner).get(attribute), restored, attribute, refilled)
     set_sign_of_min_delta(owner)
 
 
-def _assigned(now: Any, restored: Any) -> Any:
-    """Return a restored value with the variables that the attribute has now, which get their restored values: others may have them, too."""
+def _assigned(now: Any, restored: Any, path: str, refilled: Container[str]) -> Any:
+    """Return a restored value with the variables and objects that the attribute has now, which get their content: others may have them.
+
+    Args:
+        now: the value that an attribute has, or an item in it.
+        restored: the value of the checkpoint.
+        path: its path; see :func:`unreplaced`.
+        refilled: paths of the objects that are not replaced. Variables never are.
+    """
     if isinstance(now, keras.Variable):
         if isinstance(restored, np.ndarray) and restored.shape == tuple(now.shape):
             set_from_host(now, restored)
         return now
-    if isinstance(now, (list, tuple)) and type(restored) is type(now):
-        pairs = zip(now, restored, strict=False)  # There may be more of either.
-        return type(restored)([*(_assigned(*pair) for pair in pairs), *restored[len(now) :]])
-    if isinstance(now, dict) and type(restored) is type(now):
-        for key in restored.keys() & now.keys():  # ``update`` of a Counter would add.
-            restored[key] = _assigned(now[key], restored[key])
-    return restored
+    if type(restored) is not type(now):
+        return restored
+    if isinstance(now, (list, tuple)):
+        pairs = enumerate(zip(now, restored, strict=False))  # There may be more of either.
+        items = [_assigned(*pair, f"{path}/{number}", refilled) for number, pair in pairs]
+        restored = type(restored)([*items, *restored[len(now) :]])
+    if isinstance(now, dict):
+        for number, (key, item) in enumerate(restored.items()):
+            restored[key] = _assigned(now.get(key), item, f"{path}/{number}", refilled)
+    return _refilled(now, restored) if path in refilled else restored
 
+
+def _refilled(now: Any, restored: Any) -> Any:
+    """Give an object the content of another one of its type, and return it; return the other one if that is impossible.
+
+    What stays the same is there at any time, as threads may read the object.
+    """
+    options = ("maxlen", "default_factory", "shape", "dtype")
+    if any(getattr(now, name, None) != getattr(restored, name, None) for name in options):
+        return restored
+    if isinstance(now, np.ndarray):
+        if not now.flags.writeable:
+            return restored
+        now[...] = restored
+    elif isinstance(now, list):
+        now[:] = restored
+    elif isinstance(now, set):
+        now &= restored
+        now |= restored
+    elif isinstance(now, dict):
+        if [*now] != [*restored]:
+            now.clear()
+        for key, item in restored.items():  # ``update`` of a Counter would add.
+            now[key] = item
+    elif isinstance(now, deque):
+        now.clear()
+        now.extend(restored)
+    else:
+        return restored
+    return now
+
+
+_PLAIN = frozenset([type(None), bool, int, float, str])
+_REFILLED = frozenset([np.ndarray, list, set, deque, dict, Counter, OrderedDict, defaultdict])
 
 # The kinds of containers that checkpoints have, by name; a deque has its maxlen, too, and a defaultdict the name of what makes its items.
 _SEQUENCES: dict[str, Any] = {kind.__name__: kind for kind in (list, tuple, set, frozenset)}
@@ -557,11 +650,13 @@ def _is_input(value: Any) -> bool:
 
 
 def _is_callback(value: Any) -> bool:
-    """Return whether this is the state of a callback; earlier versions have not written what it monitors."""
-    if type(value) is not list or len(value) not in (2, 3):
+    """Return whether this is the state of a callback; earlier versions have not written what it monitors and has not replaced."""
+    if type(value) is not list or len(value) not in (2, 3, 4):
         return False
-    name, attributes, *monitored = value
-    return _is_text(name) and type(attributes) is dict and all(map(_is_dict_of(_is_text), monitored))
+    name, attributes, *more = value
+    checks = _is_dict_of(_is_text), _is_list_of(_is_text)
+    are_right = all(fits(each) for fits, each in zip(checks, more, strict=False))
+    return _is_text(name) and type(attributes) is dict and are_right
 
 
 class _Field(NamedTuple):
@@ -600,7 +695,9 @@ _FIELDS = {
     "before": _Field("null, or numbers of hooks and of batches", _or_none(_is_before), is_optional=True),
     "validation": _Field("null, or position, hooks and cache of an input", _or_none(_is_input), is_optional=True),
     "random": _Field("a state of random generators", _is_random_state),
-    "callbacks": _Field("a list of names with attributes, and with what they monitor", _is_list_of(_is_callback)),
+    "callbacks": _Field(
+        "a list of names with attributes, what they monitor and what is not replaced", _is_list_of(_is_callback)
+    ),
     "logs": _Field("values by name", lambda value: type(value) in (dict, list)),
     "setup": _Field("values by name", lambda value: type(value) is dict),
     "steps_per_execution": _Field(*_COUNT[:2], is_optional=True),
