@@ -745,7 +745,8 @@ class MetadataCheck:
             _check(loaded, "'position'['batches']", most, position["batches"], lambda value: value)
         _check(loaded, "'logs'", _LOGS, metadata["logs"], lambda logs: _numbers_of_logs(logs, arrays))
         for number, (name, attributes, *_) in enumerate(metadata["callbacks"]):
-            known = _known_state(self._kinds[name]) if name in self._kinds else {}
+            # A subclass may keep anything in an attribute.
+            known = (name in self._kinds and _state_of(self._kinds[name])) or {}
             for attribute, packed in attributes.items():
                 field = _KINDS_OF_STATE[known[attribute]] if attribute in known else _VALUE
                 where = f"'callbacks'[{number}], {name}.{attribute}"
