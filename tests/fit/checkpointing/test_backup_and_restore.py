@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import lockstep
+from lockstep._keras import trainer
 from lockstep._version import used_versions
 from lockstep.callbacks import BackupAndRestore
 from lockstep.checkpoint.async_writer import AsyncWriter
@@ -89,6 +90,15 @@ def test_a_validation_that_cannot_be_resumed_is_told_and_no_error(tmp_path, capl
     assert Run(tmp_path, validation=drawn).fit(stop=13) is None
     assert Run(tmp_path, validation=drawn).fit()
     assert "the metrics of validations may not be those of an uninterrupted run: The generator 'drawing'" in caplog.text
+
+
+def test_the_state_is_not_written_back_between_the_steps_of_a_validation(tmp_path):
+    model, (x, y), are_synced = Run(None).model(), data(), []
+    note = keras.callbacks.LambdaCallback()
+    note.on_test_batch_begin = lambda batch, logs: are_synced.append(trainer.is_synced(model))
+    options = {"batch_size": 40, "validation_data": (x, y), "validation_batch_size": 20, "verbose": 0}
+    model.fit(x, y, callbacks=[BackupAndRestore(tmp_path), note], **options)
+    assert are_synced[1:] == [False] * 3
 
 
 @pytest.mark.slow

@@ -124,7 +124,9 @@ class CheckpointCallbackList(keras.callbacks.CallbackList):
     def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
         super().on_test_batch_end(batch, logs)
         self._run.validation_step_ended()
-        self.model.stop_evaluating = self.model.stop_evaluating or self._run.is_validation_cut
+        # Each access to ``model`` has Keras write the state back to the variables.
+        if self._run.is_validation_cut:
+            self.model.stop_evaluating = True
 
     def on_test_end(self, logs: Any = None) -> None:
         super().on_test_end(logs)
