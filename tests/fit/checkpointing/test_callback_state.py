@@ -95,7 +95,11 @@ def test_keys_of_numpy_are_kept_apart():
     assert (found[1], found[2].tolist(), found[0.5, 3]) == ("a", [1, 1], 7)
 
 
+CYCLE = {"children": []}
+CYCLE["children"].append({"parent": CYCLE})
+
 UNKEPT = {
+    "cycle": CYCLE,
     "object": object(),
     "builtin": print,
     "function": there_and_back,

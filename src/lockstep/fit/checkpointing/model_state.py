@@ -368,7 +368,8 @@ def _values(owner: Any, name: str, value_of: _ValueOf) -> Iterator[tuple[str, An
     for attribute, value in vars(owner).items():
         arrays: dict[str, np.ndarray] = {}
         if _is_kept(type(owner), attribute):
-            with contextlib.suppress(_NoValueError):
+            # A value that contains itself is none either.
+            with contextlib.suppress(_NoValueError, RecursionError):
                 yield attribute, _packed(value, f"{name}/{attribute}", arrays, value_of), arrays
 
 
