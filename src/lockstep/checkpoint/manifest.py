@@ -16,7 +16,7 @@ import math
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -142,10 +142,15 @@ def encode(manifest: Manifest, key: bytes | None = None) -> bytes:
         "sha256": "..."
         }
     """
-    fields = {"version": 2 if manifest.parts else 1, **asdict(manifest)}
-    fields["facts"] = fields.pop("metadata")  # its name on disk
-    parts = fields.pop("parts")
-    fields |= {"parts": parts} if parts else {}
+    fields: dict[str, Any] = {
+        "version": 2 if manifest.parts else 1,
+        "step": manifest.step,
+        "bytes": manifest.bytes,
+        "arrays": {name: vars(entry) for name, entry in manifest.arrays.items()},
+        "facts": manifest.metadata,
+    }
+    if manifest.parts:
+        fields["parts"] = manifest.parts
     head = _BEGIN + "".join(f'"{name}": {json.dumps(value)},\n' for name, value in fields.items()).encode()
     if key is not None:
         head += f'"hmac": "{hmac.new(key, head, hashlib.sha256).hexdigest()}",\n'.encode()

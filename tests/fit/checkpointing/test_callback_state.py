@@ -1,7 +1,9 @@
 """Attributes of callbacks go to a checkpoint and come back; what is no value stays with its process."""
 
 import copy
+import itertools
 import json
+import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from types import SimpleNamespace
 
@@ -11,6 +13,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from lockstep.checkpoint.manifest import Manifest, encode
+from lockstep.fit.checkpointing import model_state
 from lockstep.fit.checkpointing.model_state import (
     FirstAttributes,
     first_attributes,
@@ -149,6 +153,30 @@ def test_arrays_that_have_not_changed_are_not_in_a_checkpoint():
     arrays, target = {}, SimpleNamespace(x=np.full(3, 5.0), seen=None)
     unpacked_attributes(target, packed_attributes(owner, "callback 0", arrays, first), arrays, first)
     assert (target.x.tolist(), target.seen[0].tolist(), list(arrays)) == ([5, 5, 5], [1, 1], ["callback 0/seen/0"])
+
+
+def test_arrays_where_there_were_none_are_not_hashed(monkeypatch):
+    owner = SimpleNamespace(best=None, array=np.ones(2), seen=[])
+    first, hashed = first_attributes(owner, ""), []
+    monkeypatch.setattr(model_state, "array_digest", lambda array: hashed.append(array.tolist()))
+    owner.best, owner.seen = [np.zeros(3)], [np.zeros(3)]
+    assert [*packed_attributes(owner, "", {}, first)] == ["best", "array", "seen"]
+    assert hashed == [[1, 1]]
+
+
+def test_many_numbers_cost_no_call_for_each():
+    owner, calls = SimpleNamespace(losses=[0.5]), itertools.count()
+    first = first_attributes(owner, "")
+    owner.losses += [0.25] * 10_000
+    sys.setprofile(lambda frame, event, argument: event == "call" and next(calls))
+    try:
+        facts = packed_attributes(owner, "", {}, first)
+        unreplaced(owner, facts, first)
+        encode(Manifest(1, 0, {}, facts))
+    finally:
+        sys.setprofile(None)
+    assert facts == {"losses": {"list": owner.losses}}
+    assert next(calls) < 1000
 
 
 def test_what_has_not_changed_may_be_chosen_anew():

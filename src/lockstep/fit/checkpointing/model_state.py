@@ -300,7 +300,7 @@ def packed_attributes(
     """
     found = {}
     for attribute, packed, own_arrays in _values(owner, name, value_of):
-        if attribute not in first.values or first.values[attribute] != _comparable(packed, own_arrays):
+        if attribute not in first.values or not _is_equal(packed, own_arrays, first.values[attribute]):
             arrays |= {key: array.copy() for key, array in own_arrays.items()}
             found[attribute] = packed
     return found
@@ -342,7 +342,7 @@ def _mutable_parts(value: Any, path: str) -> Iterator[tuple[str, Any]]:
     if kind in _REFILLED:
         yield path, value
     items = [*(value.values() if isinstance(value, dict) else value)] if isinstance(value, (dict, list, tuple)) else []
-    if not {*map(type, items)} <= _PLAIN:
+    if not _PLAIN.issuperset(map(type, items)):
         for number, item in enumerate(items):
             yield from _mutable_parts(item, f"{path}/{number}")
 
@@ -361,6 +361,11 @@ def _comparable(packed: Any, arrays: Mapping[str, np.ndarray]) -> Any:
     for array in arrays.values():
         found.update(f"{array.dtype} {array.shape} {array_digest(array)}".encode())
     return _Digest(found.hexdigest())
+
+
+def _is_equal(packed: Any, arrays: Mapping[str, np.ndarray], first: Any) -> bool:
+    """Return whether :func:`_comparable` gives the same, without a digest of arrays where there were none."""
+    return bool(arrays) is isinstance(first, _Digest) and _comparable(packed, arrays) == first
 
 
 def _values(owner: Any, name: str, value_of: _ValueOf) -> Iterator[tuple[str, Any, dict[str, np.ndarray]]]:
@@ -465,7 +470,7 @@ _FACTORIES = _SEQUENCES | _MAPPINGS | {kind.__name__: kind for kind in (bool, in
 
 def _packed(value: Any, name: str, arrays: dict[str, np.ndarray], value_of: _ValueOf) -> Any:
     kind = type(value)
-    if value is None or kind in (bool, int, float, str):
+    if kind in _PLAIN:
         return value
     if isinstance(value, keras.Variable):
         value = value_of(value)
@@ -476,6 +481,8 @@ def _packed(value: Any, name: str, arrays: dict[str, np.ndarray], value_of: _Val
 
     def items() -> list[Any]:
         copy = [*value]  # A thread may add to it.
+        if _PLAIN.issuperset(map(type, copy)):
+            return copy
         return [_packed(item, f"{name}/{n}", arrays, value_of) for n, item in enumerate(copy)]
 
     def pairs() -> list[Any]:
