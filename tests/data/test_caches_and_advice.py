@@ -16,7 +16,7 @@ import pytest
 
 import lockstep
 from lockstep.data import input_bound, prefetch
-from lockstep.data.cache import FileBatchStore
+from lockstep.data.cache import DeviceSource, FileBatchStore
 from lockstep.data.input_bound import WaitMeter
 from lockstep.data.resumable_iterator import ResumableIterator
 from lockstep.data.sources import make_source
@@ -122,6 +122,24 @@ def test_a_run_resumes_in_an_epoch_whose_last_batches_were_read_ahead_for_the_ca
     with pytest.raises(Killed):
         fit(len(batches) - 1)
     assert fit(None) in (len(batches) + 1, len(batches) + 2)  # The step that was killed may be done again.
+
+
+def test_arrays_on_the_devices_seek_without_computing_the_batches_before(monkeypatch):
+    selected, select = [], Placement.select
+
+    def noted(placement, arrays, numbers):
+        selected.append(numbers.tolist())
+        return select(placement, arrays, numbers)
+
+    monkeypatch.setattr(Placement, "select", noted)
+    numbers = make_source(np.arange(10), batch_size=2, shuffle=True)
+    source = DeviceSource(numbers, np.arange(10), cached("device")._placement)
+    for begin in source.batches, lambda: source.batches_from(3):
+        keras.utils.set_random_seed(1)
+        deque(begin(), 0)
+    assert len(selected) == 5 + 2
+    assert selected[5:] == selected[3:5]
+    assert source.can_seek
 
 
 @pytest.mark.parametrize("shuffle", [True, "batch", False])

@@ -205,6 +205,8 @@ class DeviceSource(InputSource):
         OptionError: they do not fit into the memory of a device.
     """
 
+    can_seek = True  # To skip the numbers of rows costs almost nothing.
+
     def __init__(self, numbers: InputSource, data: Any, placement: Placement) -> None:
         super().__init__(numbers.name)
         self._numbers, self._placement = numbers, placement
@@ -216,7 +218,10 @@ class DeviceSource(InputSource):
         return self._numbers.num_batches
 
     def batches(self) -> Iterator[Any]:
-        for numbers in self._numbers.batches():
+        return self.batches_from(0)
+
+    def batches_from(self, number: int) -> Iterator[Any]:
+        for numbers in self._numbers.batches_from(number):
             yield self._placement.select(self._data, np.asarray(numbers))
 
 
