@@ -9,6 +9,7 @@ import contextlib
 import errno
 import io
 import os
+import re
 import secrets
 import shutil
 import stat
@@ -107,6 +108,11 @@ def replace_file(
         raise
     if is_synced:
         sync(target.parent)
+
+
+def is_temporary(name: str, target: str) -> bool:
+    """Return whether a killed process may have left a file of this name when it replaced ``target``."""
+    return re.fullmatch(rf"\.{re.escape(target)}\.[0-9a-f]{{16}}", name) is not None
 
 
 def publish(directory: Path, name: str, write: Callable[[Path], None]) -> Path:

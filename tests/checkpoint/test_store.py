@@ -6,12 +6,14 @@ import shutil
 import subprocess
 import threading
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from lockstep import CheckpointError, OptionError
+from lockstep._atomic_files import replace_file
 from lockstep.checkpoint import serialization
-from lockstep.checkpoint.serialization import Snapshot
+from lockstep.checkpoint.serialization import STATUS, Snapshot
 from lockstep.checkpoint.store import CheckpointStore
 
 from .cases import assert_equal, filled, is_filled, names_in, silent, small, store_in
@@ -86,6 +88,20 @@ def test_leftovers_of_killed_writers_go_with_the_next_write(kind, tmp_path):
     assert store.newest() is None
     store.write(9, small(9))
     assert names_in(tmp_path) == ["step-000000009"]
+
+
+def test_leftovers_of_a_status_go_with_the_lock_of_the_next_job(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", lambda path: None)
+        patch.setattr(os, "replace", Mock(side_effect=KeyboardInterrupt))  # as if the process had been killed there
+        with pytest.raises(KeyboardInterrupt):
+            replace_file(tmp_path / STATUS, lambda file: file.write(b"half"))
+    assert len(names_in(tmp_path)) == 1
+    others = [STATUS, f".{STATUS}.mine", f".my.{STATUS}.0123456789abcdef"]
+    for name in others:
+        (tmp_path / name).touch()
+    with CheckpointStore(tmp_path, log=silent):
+        assert names_in(tmp_path) == sorted(others)
 
 
 def test_a_leftover_that_cannot_be_removed_is_told_and_nothing_else(tmp_path, monkeypatch):

@@ -29,7 +29,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from lockstep._array_encoding import DTYPES, ML_DTYPES, ArraySpec
-from lockstep._atomic_files import REMOVED, WRITTEN, open_to_read, read_file, replace_file
+from lockstep._atomic_files import REMOVED, WRITTEN, is_temporary, open_to_read, read_file, replace_file
 from lockstep._errors import CheckpointError, OptionError
 from lockstep.checkpoint.manifest import MANIFEST, Entry, Manifest, check_name, decode, encode
 from lockstep.checkpoint.shards import PART, ShardSlice, check_cover, put_shard, shard_slices
@@ -163,9 +163,9 @@ def is_leftover(name: str) -> bool:
     return any(name.startswith(mark) and step_of(name.removeprefix(mark)) is not None for mark in (WRITTEN, REMOVED))
 
 
-def is_part(name: str) -> bool:
-    """Return whether this names a part that is not in a checkpoint yet, whole or half written."""
-    return name.removeprefix(WRITTEN).startswith(f".{PART}")
+def is_stray(name: str) -> bool:
+    """Return whether a killed job may have left a file of this name: a part that is in no checkpoint, or a status that was not renamed."""
+    return name.removeprefix(WRITTEN).startswith(f".{PART}") or is_temporary(name, STATUS)
 
 
 def _order(path: Path) -> tuple[int, int]:

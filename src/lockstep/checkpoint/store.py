@@ -97,7 +97,7 @@ class CheckpointStore:
         """
         with self._writing("no lock can be taken"):
             if self._lock.is_exclusive:
-                self._log_errors(lambda: sweep(self.directory, serialization.is_part))
+                self._log_errors(lambda: sweep(self.directory, serialization.is_stray))
 
     def close(self) -> None:
         """Release the lock, after a write of another thread has ended; one that hangs keeps it, and is logged. The store can still be read."""
