@@ -138,11 +138,6 @@ class KerasInput(trainer.DataAdapter):
         """
         return sys.maxsize if self._resume.is_mid_pass else self._source.num_batches
 
-    @property
-    def batch_size(self) -> None:
-        """None; Keras's loop does not need it."""
-        return
-
     def on_epoch_begin(self) -> None:
         """Begin an epoch, which may use ``steps`` batches."""
         if self._tracking is _Tracking.AWAITING_STATE and self._earlier_hooks:

@@ -239,14 +239,9 @@ def _state_of(kind: type) -> Mapping[str, str] | None:
     return tables.get(kind.__module__.partition(".")[0], {}).get(kind.__name__)
 
 
-def _known_state(kind: type) -> dict[str, str]:
-    """Return the attributes of the classes of Keras and Lockstep that a callback's class is or inherits from, and their kinds."""
-    return {name: each for base in reversed(kind.__mro__) for name, each in (_state_of(base) or {}).items()}
-
-
 def _is_kept(kind: type, attribute: str) -> bool:
     """Return whether an attribute of a callback is state: neither an option, nor a method, nor unknown to its class."""
-    if attribute in _known_state(kind):
+    if any(attribute in (_state_of(base) or {}) for base in kind.__mro__):
         return True
     if attribute in _LEFT_OUT or _state_of(kind) is not None or attribute in _options_of(kind):
         return False

@@ -521,7 +521,7 @@ def _histograms(weights: Iterable[tuple[str, np.ndarray]]) -> list[Value]:
 
 def _learning_rates(optimizer: Any) -> dict[str, float]:
     optimizer = trainer.inner_optimizer(optimizer)
-    several = optimizer.optimizers if isinstance(optimizer, keras.optimizers.MultiOptimizer) else []
+    several = trainer.nested_optimizers(optimizer)[1:]
     rates = {f"learning_rate_{one.name}": trainer.learning_rate_on_host(one) for one in several} or {
         "learning_rate": trainer.learning_rate_on_host(optimizer)
     }
