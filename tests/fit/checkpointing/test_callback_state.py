@@ -4,6 +4,7 @@ import copy
 import itertools
 import json
 import sys
+import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
 from types import SimpleNamespace
 
@@ -258,6 +259,14 @@ def test_an_object_that_a_callback_has_replaced_keeps_its_content():
     owner = found.callback
     assert (owner.plain, owner.array.tolist(), owner.items, owner.also) == ([2], [1, 1], {"a": [2]}, [1])
     assert owner.also is found.plain
+
+
+def test_a_replaced_array_does_not_stay_in_memory():
+    owner = SimpleNamespace(value=[np.zeros(2)])
+    first, held = first_attributes(owner, ""), weakref.ref(owner.value[0])
+    owner.value = [np.ones(2)]
+    assert unreplaced(owner, ["value"], first) == []
+    assert held() is None
 
 
 @pytest.mark.parametrize("other", [np.zeros(3), np.zeros(2, "float32"), [0.0, 0.0], deque([0.0])], ids=str)

@@ -322,13 +322,17 @@ def unreplaced(owner: Any, attributes: Iterable[str], first: FirstAttributes) ->
     Args:
         owner: a callback.
         attributes: names of attributes that are values.
-        first: result of :func:`first_attributes`.
+        first: result of :func:`first_attributes`; objects that have been replaced are removed there.
 
     Returns:
         Their paths: the name of the attribute, and numbers of items in containers, such as ``"table/0"``.
     """
-    parts = (part for attribute in attributes for part in _mutable_parts(vars(owner)[attribute], attribute))
-    return [path for path, part in parts if first.objects.get(path) is part]
+    chosen = [*attributes]
+    parts = (part for attribute in chosen for part in _mutable_parts(vars(owner)[attribute], attribute))
+    found = [path for path, part in parts if first.objects.get(path) is part]
+    for path in {path for path in first.objects if path.partition("/")[0] in chosen} - {*found}:
+        del first.objects[path]  # It may be large.
+    return found
 
 
 def _mutable_parts(value: Any, path: str) -> Iterator[tuple[str, Any]]:
