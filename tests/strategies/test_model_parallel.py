@@ -859,6 +859,53 @@ def test_a_rule_for_an_output_keeps_its_mask():
     np.testing.assert_allclose(model.predict(words, verbose=0), plain.predict(words, verbose=0), rtol=1e-5)
 
 
+class Distribution(layers.Layer):
+    """Returns named outputs in another order than that of their names; a row depends on the others, so none runs on padding."""
+
+    def build(self, shape):
+        self.normalize, self.mean, self.deviation = layers.BatchNormalization(), layers.Dense(2), layers.Dense(2)
+        for layer in (self.normalize, self.mean, self.deviation):
+            layer.build(shape)
+
+    def call(self, x, training=False):
+        hidden = self.normalize(x, training=training)
+        return {"mean": self.mean(hidden), "deviation": self.deviation(hidden)}
+
+
+class TwoOutputs(keras.Model):
+    """A model whose call and whose loss rely on the order of named outputs, as Python keeps it."""
+
+    def __init__(self):
+        super().__init__(name="net")
+        self.encoder = Distribution(name="encoder")
+
+    def call(self, x, training=False):
+        mean, deviation = self.encoder(x, training=training).values()
+        return {"mean": mean, "deviation": deviation}
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        mean, deviation = y_pred.values()
+        return keras.ops.mean(keras.ops.square(mean - 1) + keras.ops.exp(deviation))
+
+
+@pytest.mark.parametrize(("rows", "rules"), [(3, {}), (4, {"net/encoder/output": ("data", "model")})])
+def test_named_outputs_keep_their_order_on_uneven_rows_and_under_a_rule(rows, rules):
+    x = np.random.default_rng(0).normal(size=(rows, 3)).astype("float32")
+
+    def weights_after_fit(scope):
+        keras.utils.set_random_seed(0)
+        with scope:
+            model = TwoOutputs()
+            model.compile("sgd")
+            model.fit(x, batch_size=rows, verbose=0)
+        return model.get_weights()
+
+    mesh = lockstep.ModelParallelStrategy({"data": 2, "model": 2}, rules, devices=CPUS)
+    expected = weights_after_fit(contextlib.nullcontext())
+    for ours, theirs in zip(weights_after_fit(mesh.scope()), expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
 def test_a_rule_for_an_output_with_another_number_of_axes_is_refused():
     with pytest.raises(lockstep.ModelError, match=r"rule 'up/output' has 1 axes, \('data',\), and 'up/output' has 2"):
         train(layout=MEGATRON | {"up/output": ("data",)}, epochs=1)

@@ -6,6 +6,7 @@ generators' variables; the texts of Keras's exceptions; ``_loss_ids``; ``_operat
 """
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -143,6 +144,12 @@ def flatten_in_order(tree: Any) -> tuple[list[Any], Any]:
         ([1, 2, 3], {'mean': 1, 'log_var': (2, 3)})
     """
     return jax.tree.flatten(_with_order(tree))
+
+
+def map_in_order(function: Callable[[Any], Any], tree: Any) -> Any:
+    """Return a tree with ``function`` of each leaf as ``jax.tree.map``, but keep the order of dicts, as code may unpack it."""
+    leaves, structure = flatten_in_order(tree)
+    return jax.tree.unflatten(structure, map(function, leaves))
 
 
 def _with_order(tree: Any) -> Any:

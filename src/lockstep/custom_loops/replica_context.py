@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import keras
 
 from lockstep._errors import ModelError, ScopeError, member_of
-from lockstep._keras.graph import copy_keras_mask
+from lockstep._keras.graph import copy_keras_mask, map_in_order
 from lockstep._keras.patches import CALL_ON_REPLICA, patched, value_in_context
 from lockstep.collectives import AutoAllReduce, CrossDeviceOps
 from lockstep.collectives.base import ReduceOp
@@ -352,7 +352,7 @@ class _CallOnReplica:
         outputs, state, *losses = original(trainable, own, *args, **kwargs)
         if not rows:  # A mean over no rows is NaN, and so would be its gradient.
             zero = _zero_of((trainable, args, kwargs))
-            outputs = jax.tree.map(lambda leaf: copy_keras_mask(leaf, _constant(leaf, zero)), outputs)
+            outputs = map_in_order(lambda leaf: copy_keras_mask(leaf, _constant(leaf, zero)), outputs)
             losses = [_zero_row_losses(self.model, own_losses, zero) for own_losses in losses]
         changed = [i for i, (new, old) in enumerate(zip(state, own, strict=True)) if new is not old]
         if not changed:

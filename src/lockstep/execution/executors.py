@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import keras
 from jax.sharding import SingleDeviceSharding
 
-from lockstep._keras.graph import copy_keras_mask
+from lockstep._keras.graph import copy_keras_mask, map_in_order
 from lockstep._keras.patches import LAYER_CALL, patched_method
 from lockstep._keras.recompute import recompute_layers
 from lockstep.collectives import AutoAllReduce, CrossDeviceOps
@@ -495,7 +495,7 @@ class ModelParallelExecutor(SpmdExecutor):
         cut = zip(call.leaves, call.is_cut, strict=True)
         own = replace(call, leaves=[self._on_all(leaf) if is_cut else leaf for leaf, is_cut in cut])
         outputs, state, losses = own.make()
-        return jax.tree.map(lambda leaf: copy_keras_mask(leaf, self._on_all(leaf)), outputs), state, losses
+        return map_in_order(lambda leaf: copy_keras_mask(leaf, self._on_all(leaf)), outputs), state, losses
 
     def _on_all(self, array: jax.Array) -> jax.Array:
         return jax.lax.with_sharding_constraint(array, self.placement.replicated)
@@ -554,7 +554,7 @@ class ModelParallelExecutor(SpmdExecutor):
         def around(layer: Any, method: Callable[..., Any]) -> Callable[..., Any]:
             @functools.wraps(method)
             def call(*args: Any, **kwargs: Any) -> Any:
-                return jax.tree.map(functools.partial(self.shardings.constrain_output, layer), method(*args, **kwargs))
+                return map_in_order(functools.partial(self.shardings.constrain_output, layer), method(*args, **kwargs))
 
             return call
 
