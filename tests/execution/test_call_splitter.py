@@ -513,6 +513,7 @@ class CallsWith(keras.Model):
 ARGUMENTS = {
     "the first": lambda x: ((x,), {}),
     "after a number": lambda x: ((ops.zeros(()), x), {}),
+    "after an array without rows": lambda x: ((ops.zeros((1,)), x), {}),
     "by keyword": lambda x: ((), {"time": 0.0, "x": x}),
 }
 

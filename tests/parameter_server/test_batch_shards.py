@@ -186,6 +186,16 @@ class HasPart(OwnStep):
         return self.layers[0].stateless_call(*arguments, **options)
 
 
+class HasFactor(OwnStep):
+    """Its step gives it an array of one number before the rows."""
+
+    def train_step(self, state, data):
+        return super().train_step(state, ((ops.ones((1,)), data[0]), data[1]))
+
+    def call(self, x, **options):
+        return super().call(x[1] if isinstance(x, tuple) else x, **options)
+
+
 def normalized(**options):
     with lockstep.MirroredStrategy(["cpu:0"], replicas=2).scope():
         return dense(layers.BatchNormalization(name="norm", **options))
@@ -216,6 +226,7 @@ WHOLE = {
     "rows that are compared": (lambda: dense(Centers()), "it mixes the rows of its batch"),
     "a step of its own": (lambda: dense(Centers(), kind=OwnStep), "it mixes the rows of its batch"),
     "a model within it": (lambda: with_part(Centers()), "it mixes the rows of its batch"),
+    "an array before the rows": (lambda: dense(Centers(), kind=HasFactor), "it mixes the rows of its batch"),
 }
 
 

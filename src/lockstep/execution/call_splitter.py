@@ -71,7 +71,7 @@ class ModelCall:
         leaves: the other arguments, flattened, then the Keras masks of those that have one.
         structure: tree structure of the arguments.
         masked: positions of the arguments that have a mask.
-        rows: number of rows of the first array with axes among the arguments; 0 if there is none.
+        rows: number of rows; 0 if no argument is an array with axes.
         has_losses: whether the call returns losses; else layers add none.
         is_cut: for each leaf whether replicas get only their rows of it.
     """
@@ -100,12 +100,13 @@ class ModelCall:
     ) -> "ModelCall":
         """Describe a call with positional and keyword ``arguments`` after the two lists of values; it returns losses if ``has_losses``.
 
-        The first array with axes has the rows, if ``rows`` are not given. Each array with as many entries is cut like it; if these
-        entries are not rows, the proof fails.
+        There are ``rows`` rows if an array has as many entries, else as many as the first array with axes has. Each array with as
+        many entries is cut; if these entries are not rows, the proof fails.
         """
         leaves, structure = flatten_in_order(arguments)
-        if rows is None:
-            rows = next((np.shape(leaf)[0] for leaf in leaves if np.ndim(leaf)), 0)
+        lengths = [np.shape(leaf)[0] for leaf in leaves if np.ndim(leaf)]
+        if rows is None or rows not in lengths:
+            rows = lengths[0] if lengths else 0
         masked = tuple(n for n, leaf in enumerate(leaves) if _is_array(leaf) and get_keras_mask(leaf) is not None)
         leaves = [*leaves, *(jnp.asarray(get_keras_mask(leaves[position])) for position in masked)]
         is_cut = [np.ndim(leaf) > 0 and np.shape(leaf)[0] == rows for leaf in leaves]

@@ -198,13 +198,15 @@ class _ForwardInterceptor:
         self.model, self.placement, self.executor, self.log, self._splits = model, placement, executor, log, splits
         self._is_in_call = False  # inside a call of a model, which may call other models
         self._placed: dict[int, tuple[jax.Array, PlacedRows]] = {}
+        self._rows: int | None = None  # of the step's batch
 
     def global_batch(self, leaf: Any) -> Any:
-        """Return the global array of a leaf of a placed batch, and remember its placed rows for the forward pass."""
-        if not isinstance(leaf, PlacedRows):
-            return leaf
-        array = self.executor.global_batch(leaf)
-        self._placed[id(array)] = (array, leaf)
+        """Return the global array of a leaf of the step's batch; remember its rows, and where they are, for the forward pass."""
+        array = leaf
+        if isinstance(leaf, PlacedRows):
+            array = self.executor.global_batch(leaf)
+            self._placed[id(array)] = (array, leaf)
+        self._rows = next(iter(np.shape(array)), self._rows)
         return array
 
     def call(
@@ -223,7 +225,7 @@ class _ForwardInterceptor:
         if self._is_in_call:
             return function(*values, *args, return_losses=return_losses, **kwargs)
         function = function if is_reading_ahead() else _drawing_alike(function)
-        call = ModelCall.from_arguments(model, function, *values, (args, kwargs), return_losses)
+        call = ModelCall.from_arguments(model, function, *values, (args, kwargs), return_losses, self._rows)
         found = self._call_split(call) if self._splits else self.executor.call_whole(call, self._placed_inputs(call))
         return found if return_losses else found[:2]
 

@@ -70,7 +70,7 @@ def check_can_split(model: keras.Model, batch: Any, parts: int) -> None:
     if reason is None:
         state = tuple([variable.value for variable in kind] for kind in variables_of(model))
         try:
-            with patched_method(STATELESS_CALL, models_of(model), _SplitProof(parts).around):
+            with patched_method(STATELESS_CALL, models_of(model), _SplitProof(parts, count_batch_rows(batch)).around):
                 jax.eval_shape(model.train_step, state, batch)
         except CannotSplitError as error:
             reason = str(error)
@@ -86,10 +86,11 @@ class _SplitProof:
 
     Args:
         parts: number of parts.
+        rows: number of rows of the batch.
     """
 
-    def __init__(self, parts: int) -> None:
-        self._parts, self._is_in_call = parts, False
+    def __init__(self, parts: int, rows: int) -> None:
+        self._parts, self._rows, self._is_in_call = parts, rows, False
 
     def around(self, model: keras.Model, original: Callable[..., Any]) -> Callable[..., Any]:
         """Return ``stateless_call`` of a model, which raises CannotSplitError if there is no proof."""
@@ -98,8 +99,8 @@ class _SplitProof:
             trainable: list[Any], non_trainable: list[Any], *args: Any, return_losses: bool = False, **kwargs: Any
         ) -> Any:
             if not self._is_in_call:  # Else a model calls another one, which is part of the proof for the first.
-                values = trainable, non_trainable
-                self._prove(ModelCall.from_arguments(model, original, *values, (args, kwargs), return_losses))
+                arguments = trainable, non_trainable, (args, kwargs)
+                self._prove(ModelCall.from_arguments(model, original, *arguments, return_losses, self._rows))
             return original(trainable, non_trainable, *args, return_losses=return_losses, **kwargs)
 
         return call
