@@ -52,6 +52,7 @@ def test_names_and_devices_in_the_order_given():
 
 
 def test_a_pool_of_default_size_must_suffice_for_devices_that_wait_for_other_processes(monkeypatch):
+    monkeypatch.setattr(cpu_devices, "_threads_set", None)  # by the fixtures, which have eight devices
     monkeypatch.setattr(cpu_devices, "usable_cores", lambda: 2)
     monkeypatch.setattr("jax.local_devices", lambda backend: [None])
     with pytest.raises(
@@ -79,6 +80,30 @@ def test_a_program_that_runs_in_a_tool_gets_the_devices_of_both(python, reserved
         code=RESERVED.format(reserved=reserved, count=count), environ=dict.fromkeys(("XLA_FLAGS", "PJRT_NPROC"))
     )
     assert (done.returncode, done.stdout) == (0, f"{found} 2\n"), done.stderr
+
+
+POOL = """
+import os, lockstep
+from lockstep.devices.cpu_devices import pool_threads
+{make}
+print(os.environ.get("PJRT_NPROC"), pool_threads(os.environ))
+"""
+
+
+@pytest.mark.parametrize(
+    ("make", "set_by_user", "found"),
+    [
+        ('for _ in range(2): lockstep.MirroredStrategy(["cpu:0", "cpu:1"])', None, "None 8"),
+        ("lockstep.config.set_logical_cpu_devices(3)", None, "None 12"),
+        ("lockstep.config.set_logical_cpu_devices(3)", "14", "14 14"),
+        ("lockstep.config.set_deterministic(); lockstep.MirroredStrategy()", None, "None 16"),
+    ],
+    ids=["strategies", "logical devices", "set by the user", "deterministic"],
+)
+def test_child_processes_inherit_no_size_of_the_pool_but_that_of_the_user(python, make, set_by_user, found):
+    """They would be refused more devices, and deterministic ones would have other bits than if they were started alone."""
+    done = python(code=POOL.format(make=make), environ={"XLA_FLAGS": None, "PJRT_NPROC": set_by_user})
+    assert (done.returncode, done.stdout) == (0, f"{found}\n"), done.stderr
 
 
 def test_the_description_of_determinism_compares_with_the_pool_that_was_set():
@@ -129,6 +154,7 @@ def test_determinism_with_two_sizes_of_the_pool_is_refused_before_jax_starts(pyt
 @pytest.mark.skipif(sys.platform != "linux", reason="cores of a process are those of Linux")
 def test_the_default_pool_has_the_cores_that_the_process_may_use(monkeypatch):
     """XLA makes as many threads as the process may use cores, which may be fewer than the machine has."""
+    monkeypatch.setattr(cpu_devices, "_threads_set", None)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {3})
     monkeypatch.setattr("jax.local_devices", lambda backend: [None])
     assert cpu_devices.pool_threads({}) == 1

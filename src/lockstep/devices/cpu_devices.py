@@ -2,7 +2,8 @@
 
 XLA runs all CPU devices of a process on one pool of max(cores, devices) threads, and a collective blocks the thread
 that it runs on. With too few threads two devices wait for each other forever (XLA aborts the process after 40 s).
-``PJRT_NPROC`` (or ``NPROC``) in the environment sets the size of the pool, once, when JAX starts its backend.
+``PJRT_NPROC`` (or ``NPROC``) in the environment sets the size of the pool, once, when JAX starts its backend. What is set here is
+removed after that: child processes inherit the environment, and choose pools of their own.
 """
 
 import os
@@ -17,6 +18,7 @@ from lockstep._errors import DeviceError, whole_number
 MAX_CPU_DEVICES = 1024  # each has threads of its own
 THREADS_PER_DEVICE = 4  # A step has collectives that do not depend on each other; each may block a thread.
 POOL_VARIABLES = ("PJRT_NPROC", "NPROC")  # In the order in which XLA reads them.
+_threads_set: int | None = None  # by this module, for the pool of this process
 _COUNT_FLAG = re.compile(r"--xla_force_host_platform_device_count=(\d+)")
 
 
@@ -41,7 +43,7 @@ def set_logical_cpu_devices(count: int) -> None:
     count = whole_number("count", count, maximum=MAX_CPU_DEVICES)
     wanted = max(count, _reserved)
     _configure(wanted, os.environ)
-    found = len(jax.local_devices(backend="cpu"))
+    found = _start(os.environ)
     if found != wanted:
         raise _already_started_error(wanted, found)
     check_thread_pool(_reserved if _reserved > 1 else count, os.environ)  # A strategy gets those that are reserved.
@@ -56,7 +58,7 @@ def ensure_cpu_devices(count: int) -> None:
     if count > MAX_CPU_DEVICES:
         raise DeviceError(f"devices: expected at most {MAX_CPU_DEVICES:,} CPU devices, got {count:,}.")
     _configure(max(count, _configured_count(os.environ)), os.environ)
-    found = len(jax.local_devices(backend="cpu"))
+    found = _start(os.environ)
     if found < count:
         raise _already_started_error(count, found)
 
@@ -87,6 +89,19 @@ def start_with_threads(threads: int | None, xla_flags: str) -> None:
         os.environ["XLA_FLAGS"] = f"{present} {xla_flags}".strip()
 
 
+def _start(environment: MutableMapping[str, str]) -> int:
+    """Start JAX, unless it has started, and return the number of its CPU devices."""
+    found = len(jax.local_devices(backend="cpu"))
+    clear_pool_variable(environment)
+    return found
+
+
+def clear_pool_variable(environment: MutableMapping[str, str]) -> None:
+    """Remove the size of the pool from the environment if it was set here and JAX has started, and so read it."""
+    if _threads_set is not None and environment.get("PJRT_NPROC") == str(_threads_set) and has_started():
+        del environment["PJRT_NPROC"]
+
+
 def check_thread_pool(devices: int, environment: Mapping[str, str]) -> None:
     """Refuse ``devices`` CPU devices on a thread pool that would deadlock.
 
@@ -104,7 +119,7 @@ def check_shared_thread_pool(devices: int, environment: Mapping[str, str]) -> No
     Raises:
         DeviceError: the pool is too small.
     """
-    if not any(environment.get(name, "").isdigit() for name in POOL_VARIABLES):
+    if _chosen_threads(environment) is None:
         _check_threads(devices, max(_threads_for(devices), THREADS_PER_DEVICE), environment)
 
 
@@ -125,10 +140,13 @@ def _threads_for(devices: int) -> int:
 
 def pool_threads(environment: Mapping[str, str]) -> int:
     """Return the number of threads on which XLA runs the CPU devices of this process."""
-    for name in POOL_VARIABLES:
-        if environment.get(name, "").isdigit():
-            return int(environment[name])
-    return max(usable_cores(), len(jax.local_devices(backend="cpu")))
+    return _chosen_threads(environment) or max(usable_cores(), len(jax.local_devices(backend="cpu")))
+
+
+def _chosen_threads(environment: Mapping[str, str]) -> int | None:
+    """Return the size of the pool that the user or this module has set; None: XLA chooses."""
+    of_variables = (environment[name] for name in POOL_VARIABLES if environment.get(name, "").isdigit())
+    return next(map(int, of_variables), _threads_set)
 
 
 def _configured_count(environment: Mapping[str, str]) -> int:
@@ -139,6 +157,7 @@ def _configured_count(environment: Mapping[str, str]) -> int:
 
 def _configure(count: int, environment: MutableMapping[str, str], threads: int | None = None) -> bool:
     """Configure JAX for ``count`` CPU devices and return True; do nothing and return False if the backend has started."""
+    global _threads_set
     if has_started():
         return False
     jax.config.update("jax_num_cpu_devices", count)
@@ -146,7 +165,8 @@ def _configure(count: int, environment: MutableMapping[str, str], threads: int |
     if not is_set and (
         threads or count > 1
     ):  # JAX's own pool is enough for one device, and a later call may want more.
-        environment["PJRT_NPROC"] = str(threads or max(usable_cores(), _threads_for(count)))
+        _threads_set = threads or max(usable_cores(), _threads_for(count))
+        environment["PJRT_NPROC"] = str(_threads_set)
     return True
 
 

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 import jax
 
 from lockstep._errors import DeviceError, shown
-from lockstep.devices.cpu_devices import check_thread_pool, ensure_cpu_devices
+from lockstep.devices.cpu_devices import check_thread_pool, clear_pool_variable, ensure_cpu_devices
 
 # "/job:localhost/replica:0/task:0/device:GPU:0" is the form that TensorFlow prints.
 _NAME = re.compile(r"(?:/job:\w+)?(?:/replica:\d+)?(?:/task:\d+)?/?(?:device:)?(cpu|gpu|tpu):(\d{1,9})", re.IGNORECASE)
@@ -50,6 +50,7 @@ def resolve_devices(devices: Sequence[str | jax.Device] | None) -> tuple[jax.Dev
         raise DeviceError("devices: the list is empty. Fix: leave it out to use every device.")
     else:
         found = _named(list(devices))
+    clear_pool_variable(os.environ)
     platforms = sorted({platform_of(device) for device in found})
     if len(platforms) > 1:
         raise DeviceError(f"devices: {', '.join(platforms)} cannot be mixed in one strategy. Fix: choose one platform.")
