@@ -11,7 +11,7 @@ from keras import layers, ops
 
 import lockstep
 from lockstep.execution import spmd
-from lockstep.execution.compiled_step import CompiledTrainStep
+from lockstep.execution.compiled_step import CompiledTrainStep, dispatch_lock
 from lockstep.execution.executors import SpmdExecutor
 
 
@@ -207,6 +207,22 @@ def test_a_step_that_fails_on_its_device_after_it_was_started_is_heard_of(call, 
     notes = " ".join(caught.value.__notes__)
     assert "Fix: a smaller batch_size" in notes
     assert ("values of the model's variables are lost" in notes) == is_lost
+
+
+def test_outputs_of_several_steps_are_joined_while_no_other_thread_starts_a_program(monkeypatch):
+    """Devices that got programs with collectives in different orders would wait for each other forever."""
+    model = compiled(2, mirrored())
+    concatenate, is_held = jax.numpy.concatenate, []
+
+    def noted(parts, *arguments, **options):
+        if not isinstance(parts[0], jax.core.Tracer):
+            is_held.append(dispatch_lock._is_owned())
+        return concatenate(parts, *arguments, **options)
+
+    monkeypatch.setattr(jax.numpy, "concatenate", noted)
+    joined = model.predict(X[:8], batch_size=4, verbose=0)
+    assert is_held == [True]
+    np.testing.assert_allclose(joined, model.predict_on_batch(X[:8]), rtol=1e-5, atol=1e-6)
 
 
 class Interrupts(keras.callbacks.Callback):

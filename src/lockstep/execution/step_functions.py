@@ -110,7 +110,8 @@ class StepFunctions:
     def make(self, kind: str) -> StepLoop:
         """Return the function for ``kind`` ("train", "test" or "predict") of the model as it is compiled now."""
         gated, multi_step = functools.cache(self._compile_gated_step), functools.cache(self._compile_multi_step)
-        return StepLoop(self.model, kind, StepPrograms(self._compile_step(kind), gated, multi_step), lambda: self.hooks)
+        programs = StepPrograms(self._compile_step(kind), gated, multi_step)
+        return StepLoop(self.model, kind, programs, lambda: self.hooks, self.placement.devices)
 
     @contextlib.contextmanager
     def failures_raised(self) -> Iterator[None]:

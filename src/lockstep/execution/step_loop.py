@@ -6,7 +6,7 @@ steps of one call are one compiled loop (:func:`scan_steps`).
 """
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ import keras
 
 from lockstep._keras import trainer
 from lockstep.data.keras_adapter import next_batch
-from lockstep.execution.compiled_step import Step, are_lost, state_lists
+from lockstep.execution.compiled_step import Step, are_lost, start_lock, state_lists
 from lockstep.execution.nonfinite_gate import GatedStep
 from lockstep.execution.step_hooks import StepHook
 
@@ -56,12 +56,18 @@ class StepLoop:
         kind: "train", "test" or "predict".
         programs: the compiled steps.
         hooks: returns the hooks that are called now, in their order.
+        devices: those of the steps.
     """
 
     def __init__(
-        self, model: keras.Model, kind: str, programs: StepPrograms, hooks: Callable[[], tuple[StepHook, ...]]
+        self,
+        model: keras.Model,
+        kind: str,
+        programs: StepPrograms,
+        hooks: Callable[[], tuple[StepHook, ...]],
+        devices: Sequence[jax.Device],
     ) -> None:
-        self._model, self._kind, self._programs, self._hooks = model, kind, programs, hooks
+        self._model, self._kind, self._programs, self._hooks, self._devices = model, kind, programs, hooks, devices
         self._last: Any = None  # result of the last step
 
     def __call__(self, state: Any, iterator: Iterator[Any]) -> tuple[Any, Any]:
@@ -100,7 +106,7 @@ class StepLoop:
             if not isinstance(error, StopIteration):
                 _explain(error, values)
             raise
-        return (_concatenated(results) if self._kind == "predict" else self._last), state
+        return (self._concatenated(results) if self._kind == "predict" else self._last), state
 
     def raise_failure(self) -> None:
         """Wait for the last step, and raise its error if it failed on its device. Keras drops such an error: it makes numbers of logs if it can."""
@@ -113,6 +119,13 @@ class StepLoop:
     def forget_last(self) -> None:
         """Forget the result of the last step: the next call does not wait for it."""
         self._last = None
+
+    def _concatenated(self, results: list[Any]) -> Any:
+        """Return the outputs of several steps as those of one; with several devices these are programs with collectives, too."""
+        if len(results) == 1:
+            return results[0]
+        with start_lock(self._devices):
+            return jax.tree.map(lambda *parts: jnp.concatenate(parts), *results)
 
     def _multi_step(self) -> MultiStep | None:
         """Return the program for all training steps of a call, if there is one and no hook has to see each step."""
@@ -202,7 +215,3 @@ def _explain(error: BaseException, values: Any) -> None:
             "lockstep: the step had begun, so the values of the model's variables are lost. Fix: build the model again and load a "
             "checkpoint, which lockstep.callbacks.BackupAndRestore writes and restores."
         )
-
-
-def _concatenated(results: list[Any]) -> Any:
-    return results[0] if len(results) == 1 else jax.tree.map(lambda *parts: jnp.concatenate(parts), *results)
