@@ -9,6 +9,7 @@ from keras import layers
 
 import lockstep
 from lockstep.devices.placement import Placement
+from lockstep.devices.xla_flags import compiler_options
 from lockstep.execution.gradient_extraction import GradientProgram
 from lockstep.strategies.central_storage import resolve_with_parameter_device
 from tests.laws.cases import case_named
@@ -131,6 +132,19 @@ def programs(monkeypatch):
 
     monkeypatch.setattr(GradientProgram, "__call__", noted)
     return sent
+
+
+def test_gradients_and_updates_are_compiled_with_the_options_of_all_steps(monkeypatch):
+    found, jit = [], jax.jit
+
+    def noted(function, **options):
+        found.extend([options.get("compiler_options")] if "out_shardings" in options else [])
+        return jit(function, **options)
+
+    _, model = made("cpu:1")
+    monkeypatch.setattr(jax, "jit", noted)
+    model.fit(X[:8], Y[:8], batch_size=8, verbose=0)
+    assert found == [compiler_options("cpu")] * 2
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ from jax.interpreters import ad, batching
 from lockstep._errors import ModelError
 from lockstep._keras.patches import OPTIMIZER_UPDATE, patched_method
 from lockstep.devices.placement import Placement
+from lockstep.devices.xla_flags import compiler_options
 from lockstep.execution.compiled_step import Step, state_changes
 from lockstep.execution.jaxpr_utils import inline_calls, subprogram
 from lockstep.execution.xla_partitioner_workarounds import constrain_partitioning
@@ -113,7 +114,10 @@ class GradientProgram:
         trainable = set(jaxpr.invars[: sizes[0]])
         donated_inputs = [n for n, var in enumerate(inputs) if donated and var in trainable]
         function = subprogram(jaxpr, equations, inputs, outputs)
-        self._program = jax.jit(function, donate_argnums=donated_inputs, out_shardings=out_shardings)
+        options = compiler_options(placement.platform)
+        self._program = jax.jit(
+            function, donate_argnums=donated_inputs, out_shardings=out_shardings, compiler_options=options
+        )
         flags = iter([var in used for var in jaxpr.invars])
         self.is_used = [[next(flags) for _ in part] for part in state]
 
