@@ -10,6 +10,7 @@ import pytest
 from keras import layers, ops
 
 import lockstep
+from lockstep.devices.placement import placement_on
 from lockstep.execution import spmd
 from lockstep.execution.compiled_step import CompiledTrainStep, dispatch_lock
 from lockstep.execution.executors import SpmdExecutor
@@ -287,6 +288,24 @@ def test_a_deterministic_step_leaves_its_state_in_copies_until_it_is_read(monkey
     assert len(read) == 4  # parts of the state, after five steps
     model.fit(INPUTS, TARGETS, batch_size=20, verbose=0, callbacks=[ReadsWeights()])
     assert len(read) == 4 * (1 + 5)
+
+
+def test_a_program_of_each_device_is_traced_and_compiled_once_with_the_settings_of_its_caller():
+    placement = placement_on(jax.devices()[:2], 2)
+    numbers, found = spmd.to_per_device(np.ones(3, "float32"), placement), []
+    program = spmd.PerDeviceProgram(lambda x: [x + jax.numpy.arange(3.0)], placement)
+
+    def note(event, seconds, **_):
+        found.append(event) if "backend_compile" in event else None
+
+    jax.monitoring.register_event_duration_secs_listener(note)
+    try:
+        with jax.enable_x64(True):
+            first, second = (program(numbers)[0] for _ in range(2))
+    finally:
+        jax.monitoring.unregister_event_duration_listener(note)
+    assert {copy.dtype for copy in (*first, *second)} == {np.dtype("float64")}
+    assert len(found) == 2
 
 
 class ReadsWeights(keras.callbacks.Callback):

@@ -81,11 +81,13 @@ class PerDeviceProgram:
         with self._lock:
             is_compiled = self._compiled.issuperset(places)
             self._compiled.update(places)
-        if is_compiled:
-            found = [self._program(*call) for call in calls]
-        else:  # XLA compiles for several devices at the same time.
+        if (
+            not is_compiled
+        ):  # XLA compiles for several devices at the same time. JAX's settings, such as x64, are those of this thread.
+            lowered = [self._program.lower(*call) for call in calls]
             with ThreadPoolExecutor(len(calls)) as pool:
-                found = list(pool.map(lambda call: self._program(*call), calls))
+                list(pool.map(jax.stages.Lowered.compile, lowered))
+        found = [self._program(*call) for call in calls]
         by_place = dict(zip(places, found, strict=True))
         absent = [None] * len(found[0])
         columns = [by_place.get(place, absent) for place in range(self._placement.mesh.size)]
