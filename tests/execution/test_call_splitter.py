@@ -568,3 +568,31 @@ def test_noise_in_a_variable_without_an_aggregation_is_that_of_one_device():
         model.compile("sgd", "mse")
     model.fit(X, Y, batch_size=BATCH, verbose=0)
     assert set(np.unique(model.layers[1].mask)) <= {0.0, 1.0}
+
+
+class KeepsFlag(layers.Layer):
+    def __init__(self, of):
+        super().__init__()
+        self.of = of
+
+    def build(self, shape):
+        options = {"dtype": "bool", "initializer": "zeros", "trainable": False, "aggregation": "sum"}
+        self.flag = self.add_weight(shape=(), **options)
+
+    def call(self, x):
+        self.flag.assign(self.of(self.flag, x))
+        return x
+
+
+@pytest.mark.parametrize(
+    ("of", "is_split"), [(lambda flag, x: ~flag.value, True), (lambda flag, x: ops.any(x > 2), False)]
+)
+def test_bools_to_be_summed_are_those_of_one_device(of, is_split, caplog):
+    x = np.arange(4.0)[:, None]  # of which the second replica alone has more than 2
+    with lockstep.MirroredStrategy(["cpu:0", "cpu:1"]).scope():
+        model = keras.Sequential([keras.Input((1,)), KeepsFlag(of), layers.Dense(1)])
+        model.compile("sgd", "mse")
+    with caplog.at_level("INFO", logger="lockstep"):
+        model.fit(x, x, shuffle=False, verbose=0)
+    assert model.layers[0].flag.numpy()
+    assert ("is bool, which has no sum over the replicas" in caplog.text) != is_split

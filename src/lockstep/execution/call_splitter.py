@@ -389,7 +389,7 @@ def state_merge(variable: keras.Variable) -> StateMerge:
     """Return how the replicas' values of a non-trainable variable are merged, if nothing is proved of it."""
     if is_seed(variable):
         return StateMerge.SEED
-    if variable.aggregation == "sum":
+    if variable.aggregation == "sum" and variable.dtype != "bool":
         return StateMerge.SUM
     if variable.aggregation == "only_first_replica" or not _is_inexact(variable):
         return StateMerge.FIRST
@@ -441,11 +441,13 @@ def _trace(call: ModelCall, rows: int) -> CallTrace:
 
 
 def reason_for_proof(model: keras.Model, variable: keras.Variable) -> str:
-    """Return why the mean over the replicas of a variable is right only if that is proved; "" if it is right by definition."""
+    """Return why the mean or sum over the replicas of a variable is right only if that is proved; "" if it is by definition."""
     if lacks_aggregation(model, variable):
         return "has no aggregation"
     if variable.aggregation == "mean" and not _is_inexact(variable):
         return f"is {variable.dtype}, which has no mean over the replicas"
+    if variable.aggregation == "sum" and variable.dtype == "bool":
+        return "is bool, which has no sum over the replicas"
     return ""
 
 
