@@ -192,14 +192,11 @@ class FunctionAllReduce(CrossDeviceOps):
         Raises:
             OptionError: the function returns another shape, or no array.
         """
-        return [self._one(value, axis) for value in values]
+        return [converted_sum(self.function(value, axis), value, self.name, "an array") for value in values]
 
     def describe(self, devices: Sequence[jax.Device]) -> str:
         """Return the text for the strategy's log line."""
         return f"all-reduce by {self.name}"
-
-    def _one(self, value: jax.Array, axis: str) -> jax.Array:
-        return converted_sum(self.function(value, axis), value, self.name, "an array")
 
 
 def converted_sum(total: Any, value: jax.Array, function: str, given: str) -> jax.Array:

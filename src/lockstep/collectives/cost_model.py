@@ -7,6 +7,7 @@ at a time. Here the devices of a machine share its outgoing link: k messages tha
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import numpy as np
@@ -378,17 +379,9 @@ def _hierarchical_copy(n: int) -> list[Stage]:
     return stages
 
 
-def _tree(n: int) -> list[Stage]:
-    return _slices(n, 1 / n)
-
-
-def _half_precision(n: int) -> list[Stage]:
-    return _slices(n, 0.5 / n)  # Of float32 numbers.
-
-
-def _slices(n: int, sent: float) -> list[Stage]:
-    scatter = [Stage(1, sent, 1 / n, _shift(step, n)) for step in range(1, n)]
-    return [*scatter, Stage(n - 1, sent, 0, _shift(1, n))]
+def _slices(n: int, width: float = 1) -> list[Stage]:
+    scatter = [Stage(1, width / n, 1 / n, _shift(step, n)) for step in range(1, n)]
+    return [*scatter, Stage(n - 1, width / n, 0, _shift(1, n))]
 
 
 def _shift(step: int, n: int) -> np.ndarray:
@@ -399,11 +392,11 @@ def _shift(step: int, n: int) -> np.ndarray:
 # The platform's collective is counted as a ring, which is what NCCL takes for long vectors.
 FORMULAS: dict[str, Callable[[int], list[Stage]]] = {
     "auto": _ring,
-    "half_precision": _half_precision,
+    "half_precision": partial(_slices, width=0.5),  # Of float32 numbers.
     "halving_doubling": _halving_doubling,
     "hierarchical_copy": _hierarchical_copy,
     "nccl": _ring,
     "reduce_to_one": _reduce_to_one,
     "ring": _ring,
-    "tree": _tree,
+    "tree": _slices,
 }
