@@ -276,7 +276,8 @@ def infer_output_spec(call: ModelCall, whole: CallTrace, sizes: set[int]) -> Out
         has_mean = any(isinstance(dep, RowMean) for dep in deps)
         allows_padding &= not has_mean and (not whole.draws or draws_for_each_row(whole.trace, part))
     for part in parts:
-        expected = [_shape(*one, part.rows) for one in zip(shapes, found[0], strict=True)]
+        pairs = zip(shapes, found[0], strict=True)
+        expected = [one.shape if axis is None else axis.shape(one.shape, part.rows) for one, axis in pairs]
         got = [one.shape for one in part.shapes[: len(shapes)]]
         if got != expected or any(row_axes != found[0] for row_axes in found):
             raise CannotSplitError(
@@ -526,8 +527,3 @@ def _check_variable(variable: _AveragedVariable, dep: RowDependence) -> None:
     if variable.reason and not (is_fixed(dep) or isinstance(dep, RowMean)):
         reason = dep if isinstance(dep, Mixed) else "its new value is no average over the rows"
         raise CannotSplitError(f"variable {variable.path!r} {variable.reason}, and {reason}")
-
-
-def _shape(whole: jax.ShapeDtypeStruct, axis: RowAxis | None, rows: int) -> tuple[int, ...]:
-    """Return the shape of a result for a part of the rows."""
-    return whole.shape if axis is None else axis.shape(whole.shape, rows)

@@ -57,9 +57,10 @@ from lockstep.execution.replica import ReplicaResult
 from lockstep.execution.spmd import (
     ReplicatedValues,
     SpmdForward,
-    forward_eagerly,
+    finish_result,
     forward_on_devices,
     replicated_arrays,
+    run_local,
 )
 from lockstep.execution.step_loop import scan_steps
 from lockstep.execution.variable_shards import (
@@ -310,7 +311,9 @@ class EagerExecutor(Executor):
         return run
 
     def forward(self, forward: SpmdForward, inputs: list[Any], placed: list[PlacedRows | None]) -> ReplicaResult:
-        return forward_eagerly(forward, [jnp.asarray(value) for value in inputs])
+        rows = tuple(size for device in forward.calls for size in device)
+        arrays = [jnp.asarray(value) for value in inputs]
+        return finish_result(forward, run_local(forward, arrays, rows, first_replica=0, vectorize=False))
 
 
 class _PlacedState(tuple[Any, ...]):

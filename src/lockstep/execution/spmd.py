@@ -216,20 +216,6 @@ class SpmdForward:
         return fullest, used
 
 
-def forward_eagerly(forward: SpmdForward, inputs: Any) -> ReplicaResult:
-    """Run one replica after the other, without compiling: for debugging, and as the reference of the compiled form.
-
-    Args:
-        forward: what to call.
-        inputs: tree of arrays, ``(rows, …)``.
-
-    Returns:
-        Rows joined, means and state merged over all replicas.
-    """
-    rows = tuple(size for device in forward.calls for size in device)
-    return finish_result(forward, run_local(forward, inputs, rows, first_replica=0, vectorize=False))
-
-
 def forward_on_devices(
     forward: SpmdForward, inputs: Any, placement: Placement, ops: CrossDeviceOps, sliced: bool = False
 ) -> ReplicaResult:
