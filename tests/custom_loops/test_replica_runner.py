@@ -797,6 +797,17 @@ def test_values_of_replicas_are_a_tree_for_jax():
     assert numbers(doubled) == [[0.0, 2.0, 4.0], [6.0, 8.0, 10.0], [12.0]]
 
 
+def test_a_copy_on_the_host_is_used_as_the_value_itself():
+    strategy = make(3)
+    value = one_batch(strategy, np.arange(7.0))
+    copied = jax.device_get(value)
+    assert repr(copied) == repr(value)
+    for own, expected in zip(
+        strategy.experimental_local_results(copied), strategy.experimental_local_results(value), strict=True
+    ):
+        np.testing.assert_array_equal(own, expected)
+
+
 def test_a_scope_can_be_entered_again_and_within_itself():
     scope = make(2).scope()
     for _ in range(2):

@@ -51,7 +51,8 @@ class PerReplica:
         """The values on this process's devices, by replica; without communication."""
         found: dict[int, jax.Array] = {}
         for array, own in zip(self.groups, self.members, strict=True):
-            if is_cut(array):  # A mesh may lay a replica's value over several devices.
+            # The host has a copy of all values; a mesh may lay a replica's value over several devices.
+            if isinstance(array, np.ndarray) or is_cut(array):
                 found.update((replica, array[i]) for i, replica in enumerate(own))
                 continue
             for shard in array.addressable_shards:

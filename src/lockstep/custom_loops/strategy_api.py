@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import keras
+import numpy as np
 from jax.sharding import PartitionSpec
 
 from lockstep._errors import ModelError, OptionError, check_depth, function, member_of, named_arguments, shown
@@ -567,11 +568,11 @@ class _VariableAccess(keras.StatelessScope):
 
 
 def _local_values(value: PerReplica) -> dict[int, jax.Array]:
-    """Return the values of this process's replicas by replica, maybe with others; all values while a function is traced.
+    """Return the values of this process's replicas by replica, maybe with others; all values of a copy on the host or a traced function.
 
     Values of several shapes may be on other devices than those of their replicas. Then all processes call this.
     """
-    if any(isinstance(array, jax.core.Tracer) for array in value.groups):
+    if any(isinstance(array, (jax.core.Tracer, np.ndarray)) for array in value.groups):
         return dict(enumerate(value.values))
     is_partial = len(value.groups) > 1 or any(map(is_cut, value.groups))
     if is_partial and any(is_spread(array) for array in value.groups):
