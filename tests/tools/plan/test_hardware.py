@@ -28,6 +28,8 @@ platform = "cuda"
 source = "ours"
 """
 
+OTHER = "[x]\nname = 'x'\nplatform = 'tpu'\nsource = ''\n"
+
 
 @pytest.mark.parametrize("one", [one for one in known_accelerators().values() if one.platform != "cpu"], ids=str)
 def test_data_sheets_are_complete_and_name_their_public_source(one):
@@ -104,6 +106,14 @@ def test_a_file_of_the_user_adds_accelerators_and_replaces_known_ones(tmp_path):
         ("[x]\nname = 'x'\nplatform = 'tpu'\nsource = ''\nspeed = 1", "x: unknown entry speed"),
         ("[x]\nname = 'x'\nplatform = 'cuda'\nsource = ''\nkinds = 'A'", "x: kinds: expected a list of texts, got 'A'"),
         ("[x]\nplatform = 'tpu'", "Fix: describe each accelerator"),
+        (OTHER + "peak = 1e12", "x: peak: expected a table, got 1000000000000.0"),
+        (OTHER + "peak = {float32 = 'fast'}", "x: peak.float32: expected a positive number, got 'fast'"),
+        (OTHER + "memory = inf", "x: memory: expected a positive number, got inf"),
+        (OTHER + "compiler = 'xla'", "x: compiler: expected a table, got 'xla'"),
+        (OTHER + "axes = 'two'", "x: axes: expected 1, 2 or 3, got 'two'"),
+        (OTHER + "axes = 4", "x: axes: expected 1, 2 or 3, got 4"),
+        (OTHER + "interconnect = 1", "x: interconnect: expected a text, got 1"),
+        ("[x]\nname = 1\nplatform = 'cpu'\nsource = ''", "x: name: expected a text, got 1"),
     ],
 )  # fmt: skip
 def test_a_file_of_another_form_is_refused_with_its_name(tmp_path, text, message):

@@ -229,15 +229,32 @@ def _parse(text: str, file: str) -> dict[str, Accelerator]:
         ) from error
 
 
+_NUMBERS = ("memory", "usable", "memory_bandwidth", "link", "latency")
+_KINDS_OF_ENTRIES: tuple[tuple[str, str, type], ...] = (
+    ("name", "text", str),
+    ("source", "text", str),
+    ("interconnect", "text", str),
+    ("peak", "table", dict),
+    ("compiler", "table", dict),
+)
+
+
 def _accelerator(key: str, table: dict[str, Any]) -> Accelerator:
-    unknown = sorted(set(table) - {one.name for one in fields(Accelerator)} - {"key"})
+    unknown = sorted(set(table) - {one.name for one in fields(Accelerator)})
     if unknown:
         raise ValueError(f"{key}: unknown entry {unknown[0]}")
     if table.get("platform") not in PLATFORMS:
         raise ValueError(f"{key}: platform: expected one of {', '.join(PLATFORMS)}, got {shown(table.get('platform'))}")
-    for name in ("memory", "usable", "memory_bandwidth", "link", "latency"):
-        if name in table and not (isinstance(table[name], int | float) and table[name] > 0):
-            raise ValueError(f"{key}: {name}: expected a positive number, got {shown(table[name])}")
+    for name, expected, kind in _KINDS_OF_ENTRIES:
+        if not isinstance(table.get(name, kind()), kind):
+            raise ValueError(f"{key}: {name}: expected a {expected}, got {shown(table[name])}")
+    numbers = {name: table[name] for name in _NUMBERS if name in table}
+    numbers |= {f"peak.{dtype}": value for dtype, value in table.get("peak", {}).items()}
+    for name, value in numbers.items():
+        if not (isinstance(value, int | float) and 0 < value < math.inf):
+            raise ValueError(f"{key}: {name}: expected a positive number, got {shown(value)}")
+    if table.get("axes", 1) not in (1, 2, 3):
+        raise ValueError(f"{key}: axes: expected 1, 2 or 3, got {shown(table['axes'])}")
     kinds = table.get("kinds", [])
     if not (isinstance(kinds, list) and all(isinstance(kind, str) for kind in kinds)):
         raise ValueError(f"{key}: kinds: expected a list of texts, got {shown(kinds)}")
