@@ -5,6 +5,7 @@ import socket
 import struct
 import threading
 import time
+from unittest.mock import Mock
 
 import keras
 import numpy as np
@@ -13,6 +14,7 @@ import pytest
 from lockstep import ClusterError
 from lockstep._array_encoding import ArraySpec
 from lockstep._errors import NO_PROGRESS, PEER_LOST, USER_ERROR
+from lockstep.parameter_server import rpc
 from lockstep.parameter_server.sharding import FixedShardsPartitioner, plan_shards
 from lockstep.parameter_server.sparse_rows import SparseGradient
 from lockstep.parameter_server.variable_client import BatchPart
@@ -316,6 +318,19 @@ def test_a_server_that_is_silent_is_named():
             ClusterError, match=f"ps 0 at {address} could not be reached within 0.1 s: .* Fix: check that it is started"
         ):
             servers.client(0, addresses=[address], timeout_seconds=0.1)
+
+
+def test_a_client_that_was_closed_refuses_requests_even_while_its_thread_waits(monkeypatch):
+    monkeypatch.setattr(rpc, "_MARGIN_SECONDS", 0.0)
+    answers = threading.Event()
+    link = Mock()
+    link.send.side_effect = lambda *_: answers.wait(DEADLINE)
+    client = rpc.RpcClient("ps 0", link, timeout_seconds=0.01)
+    client.call({"kind": "pull"}, {}, rpc.check_no_arrays)
+    client.close()
+    with pytest.raises(ClusterError, match="ps 0: this worker has closed its connection there"):
+        client.call({"kind": "pull"}, {}, rpc.check_no_arrays)
+    answers.set()
 
 
 # --- what is wrong ---------------------------------------------------------------------------------------------------
