@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 
 import lockstep
-from lockstep.distributed.control.handshake import Peer
+from lockstep._errors import PEER_LOST, USER_ERROR
+from lockstep.distributed.control.handshake import Peer, RetryableConnectError
 from lockstep.execution.replica import StateMerge
+from lockstep.parameter_server import rpc
 from lockstep.parameter_server.function_scheduler_base import (
     decode_result,
     encode_result,
@@ -19,6 +21,7 @@ from lockstep.parameter_server.rpc import ClientSession
 from lockstep.parameter_server.state_sync import FollowedState, SeedOffsets
 from lockstep.parameter_server.task_dispatcher import SyncPointLog, TaskDispatcher, TaskQueue
 from lockstep.parameter_server.variable_store import CompletedIds
+from tests.parameter_server.threaded_servers import DEADLINE
 from tests.support.processes import own_host
 
 
@@ -37,7 +40,7 @@ def chief(monkeypatch):
         host = own_host()
         cluster = {job: [f"{host}:{port}"] for job, port in [("chief", 12431), ("worker", 12432), ("ps", 12433)]}
         monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": cluster, "task": {"type": "chief", "index": 0}}))
-        made.append(lockstep.ParameterServerStrategy(timeout_seconds=0.3, **options))
+        made.append(lockstep.ParameterServerStrategy(**{"timeout_seconds": 0.3, **options}))
         monkeypatch.delenv("TF_CONFIG")
         return made[-1]
 
@@ -98,6 +101,33 @@ def test_a_missing_process_is_named(chief):
     assert model.built
     with pytest.raises(lockstep.ClusterError, match=r"ps 0 at 127\..* could not be reached within 0\.3 s"):
         lockstep.ClusterCoordinator(strategy).schedule(print)
+    with pytest.raises(lockstep.ClusterError, match=r"the chief cannot begin a loop: .*could not be reached") as told:
+        strategy._process_group._dispatcher.raise_failure()
+    assert told.value.exit_code == PEER_LOST
+
+
+@pytest.mark.parametrize(
+    "begin",
+    [
+        lambda strategy, model: model.fit(np.ones((2, 3)), np.ones((2, 1)), verbose=0),
+        lambda strategy, model: lockstep.ClusterCoordinator(strategy).schedule(print),
+    ],
+    ids=["fit", "schedule"],
+)
+def test_the_failure_of_another_process_ends_the_wait_for_a_server(chief, monkeypatch, begin):
+    strategy = chief(timeout_seconds=DEADLINE)
+    with strategy.scope():
+        model = net()
+    dispatcher = strategy._process_group._dispatcher
+
+    def cannot_connect(*_):
+        dispatcher.fail_calls("ps 0 failed: the port is in use", USER_ERROR)
+        raise RetryableConnectError("connection refused")
+
+    monkeypatch.setattr(rpc, "_connect_once", cannot_connect)
+    with pytest.raises(lockstep.ClusterError, match=r"^ps 0 failed: the port is in use$") as caught:
+        begin(strategy, model)
+    assert caught.value.exit_code == USER_ERROR
 
 
 def test_the_chief_trains_no_batch_itself(chief):

@@ -201,6 +201,27 @@ def test_a_failed_task_is_raised_at_the_chief_and_ends_all_calls():
         assert isinstance(served.errors[0], ZeroDivisionError)
 
 
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ClusterError("the port is in use"), USER_ERROR),
+        (ZeroDivisionError("the port is in use"), USER_ERROR),
+        (ClusterError("the port is in use", NO_PROGRESS), NO_PROGRESS),
+        (ClusterError("the port is in use", INTERRUPTED), None),
+        (KeyboardInterrupt("the port is in use"), None),
+    ],
+    ids=repr,
+)
+def test_an_error_of_a_process_ends_all_calls_with_its_exit_code(error, code):
+    with ServedDispatcher() as served:
+        served.client(1, job="ps").report_failure(error)
+        assert served.dispatcher.has_failed == (code is not None)
+        if code is not None:
+            with pytest.raises(ClusterError, match=r"ps 1 of 4 .* failed: .*the port is in use") as caught:
+                served.dispatcher.raise_failure()
+            assert caught.value.exit_code == code
+
+
 def test_a_result_that_is_too_large_is_refused():
     with ServedDispatcher(result_bytes=100) as served:
         served.dispatcher.schedule({})

@@ -123,7 +123,7 @@ class ChiefFitDispatch(ProcessGroup):
 
         def connect() -> tuple[ShardingPlan, VariableClient]:
             plan = context.plan_for(model)
-            return plan, context.connect_to_servers(plan, self._call)
+            return plan, context.connect_to_servers(plan, self._call, self._dispatcher.raise_failure)
 
         def warn_once(sentence: str) -> None:
             self._training._log_once(model, sentence)
@@ -202,7 +202,7 @@ class WorkerFitDispatch(ProcessGroup):
             if self._context.role.job == "worker":
                 _read_to_end(batches, result)
         except Exception as error:
-            self._task_client.report_failure(self._call, error)
+            self._task_client.report_failure(error)
             raise
         return result
 

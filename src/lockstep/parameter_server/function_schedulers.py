@@ -17,6 +17,7 @@ import numpy as np
 from lockstep._errors import PEER_LOST, USER_ERROR, ClusterError, InputError, ModelError, ScopeError, summary_of
 from lockstep._keras.trainer import variables_of
 from lockstep.data.keras_adapter import KerasInput
+from lockstep.distributed.control.termination import exit_code_of
 from lockstep.execution.replica import StateMerge
 from lockstep.parameter_server.cluster_coordinator import resolve_per_worker
 from lockstep.parameter_server.function_scheduler_base import (
@@ -89,10 +90,10 @@ class ChiefScheduler(SchedulerBase):
         self._dispatcher.open(call, self._changing_values)
         try:
             plan = self._context.plan_for(model)
-            self._client = self._context.connect_to_servers(plan, call)
+            self._client = self._context.connect_to_servers(plan, call, self._dispatcher.raise_failure)
             self._state_sync = StateSync(model, self._dispatcher, plan, self._client)
         except BaseException as error:
-            self._dispatcher.fail_calls(f"the chief cannot begin a loop: {summary_of(error)}")
+            self._dispatcher.fail_calls(f"the chief cannot begin a loop: {summary_of(error)}", exit_code_of(error))
             raise
         self._model, self._synced = model, 0
         self._error: Exception | None = None

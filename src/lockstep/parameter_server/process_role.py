@@ -209,12 +209,15 @@ class ProcessContext:
         check_optimizer(model.optimizer, plan, rules_of(model))
         return plan
 
-    def connect_to_servers(self, plan: ShardingPlan, call: int) -> VariableClient:
+    def connect_to_servers(
+        self, plan: ShardingPlan, call: int, raise_failure: Callable[[], object] = lambda: None
+    ) -> VariableClient:
         """Connect to the variable servers.
 
         Args:
             plan: assignment of the variables to servers.
             call: for which they serve.
+            raise_failure: raises why a server will not start, if that is known.
         """
         return VariableClient(
             plan,
@@ -223,6 +226,7 @@ class ProcessContext:
             secret=self.network.secret,
             timeout_seconds=self.timeout_seconds,
             log=self.log,
+            raise_failure=raise_failure,
         )
 
     def serve_variables(self, model: keras.Model, call: int) -> ArrayServer:

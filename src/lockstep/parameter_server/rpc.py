@@ -182,6 +182,7 @@ def connect(
     secret: bytes | None,
     timeout_seconds: float,
     log: Callable[[str], Any],
+    raise_failure: Callable[[], object] = lambda: None,
 ) -> RpcClient:
     """Connect to a server, which may not have started yet.
 
@@ -192,6 +193,7 @@ def connect(
         secret: secret of the job.
         timeout_seconds: limit of this wait, and of each later one.
         log: takes a line while this waits.
+        raise_failure: raises why this wait is in vain, if that is known; called after each attempt.
 
     Raises:
         ClusterError: no server answers in time, or it is none of this job.
@@ -203,6 +205,7 @@ def connect(
         except (HandshakeError, ProtocolError) as error:
             raise ClusterError(f"{name} at {address} is no server of variables for this worker: {error}.") from None
         except RetryableConnectError as error:
+            raise_failure()
             reason = str(error)
         wait.log(f"{name} at {address}")
         time.sleep(_RETRY_SECONDS)

@@ -12,6 +12,7 @@ from lockstep._array_encoding import ArraySpec
 from lockstep._errors import NO_PROGRESS, PEER_LOST, USER_ERROR, ClusterError, summary_of
 from lockstep.devices.host_memory import host_memory
 from lockstep.distributed.control.limits import LONG_SECONDS
+from lockstep.distributed.control.termination import exit_code_of
 from lockstep.distributed.control.transport import ProtocolError
 from lockstep.parameter_server.array_transport import Message, payload_bytes
 from lockstep.parameter_server.rpc import Response, RpcClient, check_no_arrays
@@ -168,16 +169,19 @@ class TaskClient:
         message = {"kind": "finish", "call": call, "task": task.number, "result": result[0]}
         return self._rpc_client.call(message, result[1], check_no_arrays)
 
-    def report_failure(self, call: int, error: BaseException, task: Task | None = None) -> None:
+    def report_failure(self, error: BaseException, task: Task | None = None) -> None:
         """Report an error of this process or of a task to the chief, which then fails the call.
 
         If this process has lost another one, the call continues as long as others do not need that one.
         """
-        code = error.exit_code if isinstance(error, ClusterError) else USER_ERROR
-        if code not in (NO_PROGRESS, PEER_LOST, USER_ERROR):
+        code = exit_code_of(error)
+        self.report(str(error) if code == PEER_LOST else summary_of(error), code, task)
+
+    def report(self, summary: str, exit_code: int, task: Task | None = None) -> None:
+        """Report why this process ends, or a task has failed, as :meth:`report_failure` does."""
+        if exit_code not in (NO_PROGRESS, PEER_LOST, USER_ERROR):
             return  # Interrupted: nothing has failed.
-        summary = str(error) if code == PEER_LOST else summary_of(error)
-        message = {"kind": "fail", "call": call, "summary": summary, "code": code}
+        message = {"kind": "fail", "summary": summary, "code": exit_code}
         message |= {} if task is None else {"task": task.number}
         with contextlib.suppress(ClusterError):  # The chief may have ended because of another process.
             self._rpc_client.call(message, {}, check_no_arrays).result()
@@ -263,7 +267,7 @@ def run_tasks(
             except CallEnded:  # The task was reassigned, and the call has ended without this worker.
                 raise
             except Exception as error:
-                client.report_failure(call, error, task)
+                client.report_failure(error, task)
                 raise
             acknowledged = client.finish(call, task, result)
             requested = client.request_task(call, until)

@@ -47,6 +47,7 @@ class VariableClient:
         secret: secret of the job.
         timeout_seconds: limit of each wait.
         log: takes a line while this waits for a server to start.
+        raise_failure: raises why a server will not start, if that is known.
 
     Raises:
         ClusterError: a server cannot be reached in time, or belongs to another job.
@@ -64,6 +65,7 @@ class VariableClient:
         secret: bytes | None = None,
         timeout_seconds: float = 60.0,
         log: Callable[[str], None] = log_info,
+        raise_failure: Callable[[], object] = lambda: None,
     ) -> None:
         self._plan, self._timeout = plan, timeout_seconds
         self._rpc_clients: list[RpcClient] = []
@@ -71,7 +73,9 @@ class VariableClient:
         try:
             for number, address in enumerate(addresses):
                 known = replace(me, identity=plan.identity_of(number) | dict(me.identity))
-                self._rpc_clients.append(connect(f"ps {number}", address, known, secret, timeout_seconds, log))
+                self._rpc_clients.append(
+                    connect(f"ps {number}", address, known, secret, timeout_seconds, log, raise_failure)
+                )
         except ClusterError:
             self.close()
             raise

@@ -205,6 +205,8 @@ class ParameterServerStrategy(SchedulingStrategy, Strategy):
             return ChiefFitDispatch(self._context, dispatcher, self)
         client = self._context.connect_to_dispatcher()
         self._closing.callback(client.close)
+        if self._role.job == "ps":  # The job cannot train without it, also if it ends between two calls.
+            self._guard.before_end = client.report
         if (started := client.enter(0)) is not None:
             _use_chief_random_state(self._role, started.result)
         return WorkerFitDispatch(self._context, client, self)

@@ -2,6 +2,7 @@
 
 import re
 import signal
+import socket
 
 import numpy as np
 import pytest
@@ -90,6 +91,25 @@ def test_all_hear_of_a_model_that_parts_of_a_batch_cannot_train(job):
     assert {process.end() for process in made.processes.values()} == {13}
     assert "the loss of a batch is" in made.processes["chief0"].said
     assert "Fix: use MultiWorkerMirroredStrategy" in made.processes["chief0"].said
+
+
+def test_a_server_whose_port_is_in_use_ends_all_with_the_reason(job):
+    made = job(workers=1, servers=1)
+    host, _, port = made.cluster["ps"][0].partition(":")
+    with socket.socket() as other:
+        other.bind((host, int(port)))
+        made.start_all(cases=["plain"], strategy={})
+        codes = {process.end() for process in made.processes.values()}
+    assert codes == {13}
+    for name in ("chief0", "worker0"):
+        assert re.search(r"ps 0 of 1 .* failed: .*cannot listen on port", made.processes[name].said), name
+
+
+def test_a_server_that_ends_before_fit_ends_the_chief_with_the_reason(job):
+    made = job(workers=1, servers=1)
+    made.start_all(but=["worker0"], each=only("ps", 0, seed=2), cases=["plain"], strategy={})
+    assert {process.end() for process in made.processes.values()} == {13}
+    assert re.search(r"ps 0 of 1 .* failed: .*set_random_seed\(2\) was called", made.processes["chief0"].said)
 
 
 @pytest.mark.parametrize(
