@@ -14,14 +14,15 @@ from keras import layers
 import lockstep
 from lockstep.data.random_state import capture_random_state
 from lockstep.devices.host_memory import HostMemory
+from lockstep.doctor import environment_checks
 from lockstep.doctor.base import FitCall, RuntimeSettings
 from lockstep.doctor.data_checks import ProbedBatches, StepTimings, check_input_speed, check_tf_data_order
 from lockstep.doctor.environment_checks import (
-    BadVersion,
     check_allocator,
     check_cores,
     check_memory,
     check_thread_pool_size,
+    check_versions,
 )
 
 from .programs import FROM_LOGITS, PROGRAMS, REFUSED, X, Y, dense, net
@@ -273,10 +274,24 @@ def test_measure_steps_returns_the_memory_that_jax_reports():
     assert float(sizes[1].split()[0]) > 32 * 100_000 * 4 / 2**20  # The activations alone are so large.
 
 
-def test_bad_version_includes_the_versions_of_the_table():
-    bad = BadVersion("keras", (3, 15), (3, 16), "why", "source")
-    assert [bad.includes(version) for version in ((3, 14), (3, 15), (3, 16))] == [True, False, True]
-    assert not BadVersion("jax", (0, 10), (), "why", "source").includes((1, 0))
+@pytest.mark.parametrize(
+    ("versions", "expected"),
+    [
+        ({"keras": "3.15.0", "jax": "0.10"}, []),
+        ({"keras": "3.15.7", "jax": "1.0.1"}, []),
+        ({"keras": "3.14.9", "jax": "0.10.1"}, [("keras 3.14.9", "pip install 'keras>=3.15,<3.16'")]),
+        ({"keras": "3.16.0", "jax": "0.10.1"}, [("keras 3.16.0", "pip install 'keras>=3.15,<3.16'")]),
+        ({"keras": "3.15.0", "jax": "0.9.2"}, [("jax 0.9.2", "pip install 'jax>=0.10'")]),
+    ],
+    ids=str,
+)
+def test_check_versions_finds_those_before_the_first_and_from_the_one_that_no_longer_works(
+    monkeypatch, versions, expected
+):
+    monkeypatch.setattr(environment_checks, "version", versions.__getitem__)
+    found = list(check_versions(FitCall(None, None), {}))
+    assert {one.name for one in found} <= {"bad-version"}
+    assert [(one.what, one.fix) for one in found] == expected
 
 
 class DatasetV2:

@@ -29,52 +29,29 @@ from lockstep.doctor.base import Finding, FitCall, array_in_memory
 _GIB = 2**30
 
 
-@dataclass(frozen=True)
-class BadVersion:
-    """Versions of a package that are known not to work.
-
-    Args:
-        package: its name.
-        below: versions lower than this one are bad; () for no bound.
-        from_: this version and higher ones are bad; likewise.
-        why: the reason.
-        source: where the reason comes from.
-    """
-
-    package: str
-    below: tuple[int, ...]
-    from_: tuple[int, ...]
-    why: str
-    source: str
-
-    def includes(self, numbers: tuple[int, ...]) -> bool:
-        """Whether a version is bad."""
-        return numbers < self.below or bool(self.from_ and numbers >= self.from_)
-
-
-BAD_VERSIONS = (
-    BadVersion(
+# Package, the first version that works, the first that no longer does, why, and the source of that.
+VERSIONS: tuple[tuple[str, tuple[int, ...], tuple[int, ...], str, str], ...] = (
+    (
         "keras",
         (3, 15),
         (3, 16),
         "Lockstep uses parts of Keras 3.15 that other versions do not have",
         "docs/versions.md",
     ),
-    BadVersion(
-        "jax", (0, 10), (), "Lockstep was made for JAX 0.10 and not tested with older versions", "pyproject.toml"
-    ),
+    ("jax", (0, 10), (), "Lockstep was made for JAX 0.10 and not tested with older versions", "pyproject.toml"),
 )
 
 
 def check_versions(call: FitCall, environ: Mapping[str, str]) -> Iterator[Finding]:
     """Find packages of a version that is known not to work."""
-    for bad in BAD_VERSIONS:
-        found = version(bad.package)
-        if bad.includes(tuple(int(part) for part in found.split(".")[:2])):
-            wanted = f"{bad.package}>={'.'.join(map(str, bad.below))}"
-            wanted += f",<{'.'.join(map(str, bad.from_))}" if bad.from_ else ""
-            why = f"{bad.why} (source: {bad.source})"
-            yield Finding("bad-version", f"{bad.package} {found}", "the environment", why, f"pip install '{wanted}'")
+    for package, first, end, why, source in VERSIONS:
+        found = version(package)
+        numbers = tuple(int(part) for part in found.split(".")[:2])
+        if numbers < first or (end and numbers >= end):
+            wanted = f"{package}>={'.'.join(map(str, first))}"
+            wanted += f",<{'.'.join(map(str, end))}" if end else ""
+            why = f"{why} (source: {source})"
+            yield Finding("bad-version", f"{package} {found}", "the environment", why, f"pip install '{wanted}'")
 
 
 def check_thread_pool_size(call: FitCall, environ: Mapping[str, str]) -> Iterator[Finding]:
@@ -302,33 +279,25 @@ def check_network(
     remote = [peer for peer in peers if not is_loopback(host_of(peer.address))]
     for peer in peers:
         if remote and is_loopback(host_of(peer.address)):
-            yield _loopback(peer, remote[0])
+            yield Finding(
+                "loopback-in-cluster",
+                f"{peer.name} is at {peer.address}, and {remote[0].name} at {remote[0].address}, on another machine",
+                "the cluster",
+                "on every machine a loopback address means that machine itself",
+                f"Use the name or address that the machine of {peer.name} has in the network",
+            )
         if peer.is_own and needs_secret(peer.address, network):
-            yield _no_secret(peer)
+            yield Finding(
+                "no-secret",
+                f"{peer.name}, which is this process, is at {peer.address} and has no secret",
+                "the cluster",
+                "it will refuse to start, because anyone on that network could read and change the training",
+                f"Set {SECRET} or {SECRET_FILE} for all processes of the job (docs/security.md)",
+            )
         elif peer.is_own and peer.listens:
             yield from _own_port(peer, network)
     for peer, failure in zip(others, _connect_all(others, limit), strict=True):
         yield from _unreachable(peer, failure, limit)
-
-
-def _loopback(peer: ClusterPeer, other: ClusterPeer) -> Finding:
-    return Finding(
-        "loopback-in-cluster",
-        f"{peer.name} is at {peer.address}, and {other.name} at {other.address}, on another machine",
-        "the cluster",
-        "on every machine a loopback address means that machine itself",
-        f"Use the name or address that the machine of {peer.name} has in the network",
-    )
-
-
-def _no_secret(peer: ClusterPeer) -> Finding:
-    return Finding(
-        "no-secret",
-        f"{peer.name}, which is this process, is at {peer.address} and has no secret",
-        "the cluster",
-        "it will refuse to start, because anyone on that network could read and change the training",
-        f"Set {SECRET} or {SECRET_FILE} for all processes of the job (docs/security.md)",
-    )
 
 
 def _own_port(peer: ClusterPeer, network: NetworkOptions) -> Iterator[Finding]:

@@ -127,42 +127,30 @@ def check_logits(call: FitCall) -> Iterator[Finding]:
         where = f"{output.where}, {call.at_compile}"
         activation = output.spec.activation
         if activation == "softmax" and output.spec.shape and output.spec.shape[-1] == 1:
-            yield _softmax_of_one(where)
+            yield Finding(
+                "softmax-of-one",
+                "a softmax over one number",
+                where,
+                "it is always 1, whatever the weights are, and their gradient is always 0",
+                'Use activation="sigmoid" with a binary cross-entropy, or a unit for each class',
+            )
         elif activation in ("softmax", "sigmoid") and output.loss.from_logits:
-            yield _activated_twice(output, activation, where)
+            yield Finding(
+                "softmax-from-logits",
+                f"the output is a {activation}, and {output.loss.shown} takes it for logits",
+                where,
+                f"the loss then sees a {activation} of a {activation}: it cannot come near 0, and gradients are small, so that training is slow or stops",
+                "Set from_logits=False, or leave out the activation",
+            )
         elif activation == "linear" and not output.loss.from_logits:
-            yield _never_activated(output, where)
-
-
-def _softmax_of_one(where: str) -> Finding:
-    return Finding(
-        "softmax-of-one",
-        "a softmax over one number",
-        where,
-        "it is always 1, whatever the weights are, and their gradient is always 0",
-        'Use activation="sigmoid" with a binary cross-entropy, or a unit for each class',
-    )
-
-
-def _activated_twice(output: ClassificationOutput, activation: str, where: str) -> Finding:
-    return Finding(
-        "softmax-from-logits",
-        f"the output is a {activation}, and {output.loss.shown} takes it for logits",
-        where,
-        f"the loss then sees a {activation} of a {activation}: it cannot come near 0, and gradients are small, so that training is slow or stops",
-        "Set from_logits=False, or leave out the activation",
-    )
-
-
-def _never_activated(output: ClassificationOutput, where: str) -> Finding:
-    activation = "sigmoid" if output.loss.kind == "binary" else "softmax"
-    return Finding(
-        "logits-as-probabilities",
-        f"the output is linear, and {output.loss.shown} takes it for probabilities",
-        where,
-        "it is clipped to 0 … 1 before the logarithm: values outside, which any weights may give, have no gradient",
-        f'Set from_logits=True, or give the layer activation="{activation}"',
-    )
+            missing = "sigmoid" if output.loss.kind == "binary" else "softmax"
+            yield Finding(
+                "logits-as-probabilities",
+                f"the output is linear, and {output.loss.shown} takes it for probabilities",
+                where,
+                "it is clipped to 0 … 1 before the logarithm: values outside, which any weights may give, have no gradient",
+                f'Set from_logits=True, or give the layer activation="{missing}"',
+            )
 
 
 def check_loss_scale(call: FitCall) -> Iterator[Finding]:
