@@ -61,7 +61,7 @@ class ServedDispatcher(contextlib.ExitStack):
             with contextlib.closing(client):  # As the end of its process does.
                 result = run_tasks(client, 1, do, **options)
                 client.leave(1)
-                return result.result
+                return result.what
 
         self.in_thread(run)
 
@@ -492,7 +492,7 @@ def test_closing_a_call_waits_for_present_processes():
         client.enter(1)
         closing = threading.Thread(target=lambda: served.dispatcher.close({"epochs": 1}), daemon=True)
         closing.start()
-        assert client.wait_for_end(1).result == {"epochs": 1}
+        assert client.wait_for_end(1).what == {"epochs": 1}
         assert closing.is_alive()  # It waits for that client to leave.
         client.leave(1)
         closing.join(DEADLINE)

@@ -9,7 +9,7 @@ import numpy as np
 from lockstep._errors import ClusterError
 from lockstep._keras.trainer import variables_of
 from lockstep.parameter_server.gradient_step import names_of
-from lockstep.parameter_server.task_client import CallEnded, CallResult, TaskClient
+from lockstep.parameter_server.task_client import CallEnded, Published, TaskClient
 from lockstep.parameter_server.variable_client import VariableClient
 from lockstep.parameter_server.worker_fit import NEWEST_EPOCH, epoch_key
 
@@ -21,7 +21,7 @@ def run_evaluator(
     client: VariableClient,
     call: int,
     log: Callable[[str], None],
-) -> CallResult:
+) -> Published:
     """Evaluate the servers' values after each epoch. Epochs that end during an evaluation are skipped, except the last one.
 
     Args:
@@ -51,7 +51,7 @@ def run_evaluator(
         result = ended.result
     except ClusterError:
         result = task_client.wait_for_end(call)  # Servers stop when the call ends; the chief reports a lost one.
-    last = max(result.result.get("epoch", []), default=-1) + 1
+    last = max(result.what.get("epoch", []), default=-1) + 1
     if validation_data is not None and last > evaluated:
         trainable, others = _numbered(result.arrays, "trainable/"), _numbered(result.arrays, "non_trainable/")
         if not trainable:

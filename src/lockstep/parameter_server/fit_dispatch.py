@@ -34,7 +34,7 @@ from lockstep.parameter_server.gradient_step import as_json
 from lockstep.parameter_server.process_role import ProcessContext
 from lockstep.parameter_server.sharding import ShardingPlan
 from lockstep.parameter_server.staleness import StalenessMetrics
-from lockstep.parameter_server.task_client import CallEnded, CallResult, TaskClient
+from lockstep.parameter_server.task_client import CallEnded, Published, TaskClient
 from lockstep.parameter_server.task_dispatcher import TaskDispatcher
 from lockstep.parameter_server.variable_client import VariableClient
 from lockstep.parameter_server.worker_fit import WorkerFit
@@ -175,13 +175,13 @@ class WorkerFitDispatch(ProcessGroup):
         with self._preemption(arguments) if call == "fit" else nullcontext():
             result = self._run_fit(model, arguments) if call == "fit" else self._evaluate()
         self._task_client.leave(self._call)
-        if "error" in result.result:
-            raise ClusterError(f"the chief's {call} has failed: {result.result['error']}", USER_ERROR)
+        if "error" in result.what:
+            raise ClusterError(f"the chief's {call} has failed: {result.what['error']}", USER_ERROR)
         if call == "fit":
-            restore_random_state(result.result["random"])
+            restore_random_state(result.what["random"])
             return self._apply_result(model, result)
-        function_scheduler_base.follow_evaluation(arguments["x"], result.result)
-        return result.result["value"]
+        function_scheduler_base.follow_evaluation(arguments["x"], result.what)
+        return result.what["value"]
 
     def note_progress(self) -> None:
         """Do nothing: no other process waits for this one longer than for a task."""
@@ -191,7 +191,7 @@ class WorkerFitDispatch(ProcessGroup):
         backup = single_callback(fit_wrapper.callbacks_in(arguments), BackupAndRestore)
         return Preemption(self) if backup else nullcontext()
 
-    def _run_fit(self, model: keras.Model, arguments: dict[str, Any]) -> CallResult:
+    def _run_fit(self, model: keras.Model, arguments: dict[str, Any]) -> Published:
         data: KerasInput = arguments["x"]
         trainer.training_state(model, data.peek())  # Makes the variables, as Keras's loop does at the chief.
         batches = data.indexed_batches()
@@ -206,10 +206,10 @@ class WorkerFitDispatch(ProcessGroup):
             raise
         return result
 
-    def _evaluate(self) -> CallResult:
+    def _evaluate(self) -> Published:
         return self._task_client.enter(self._call) or self._task_client.wait_for_end(self._call)
 
-    def _run_role(self, model: keras.Model, batches: IndexedBatches, validation_data: Any) -> CallResult:
+    def _run_role(self, model: keras.Model, batches: IndexedBatches, validation_data: Any) -> Published:
         try:
             if self._context.role.job == "worker":
                 return self._run_worker(model, batches)
@@ -223,20 +223,20 @@ class WorkerFitDispatch(ProcessGroup):
         self._call += 1
         return self._call
 
-    def _run_worker(self, model: keras.Model, batches: IndexedBatches) -> CallResult:
+    def _run_worker(self, model: keras.Model, batches: IndexedBatches) -> Published:
         with closing(self._connect_to_servers(model)) as client:
             step = self._training.gradient_step(model)
             log = self._context.log
             return WorkerFit(model, step, batches, self._task_client, client, self._call, log).run()
 
-    def _run_server(self, model: keras.Model) -> CallResult:
+    def _run_server(self, model: keras.Model) -> Published:
         server = self._context.serve_variables(model, self._call)
         try:
             return self._task_client.wait_for_end(self._call)
         finally:
             server.stop()
 
-    def _run_evaluator(self, model: keras.Model, validation_data: Any) -> CallResult:
+    def _run_evaluator(self, model: keras.Model, validation_data: Any) -> Published:
         with closing(self._connect_to_servers(model)) as client:
             return run_evaluator(model, validation_data, self._task_client, client, self._call, self._context.log)
 
@@ -244,7 +244,7 @@ class WorkerFitDispatch(ProcessGroup):
         self._task_client.wait_for(self._call, READY)
         return self._context.connect_to_servers(self._context.plan_for(model), self._call)
 
-    def _apply_result(self, model: keras.Model, result: CallResult) -> keras.callbacks.History:
+    def _apply_result(self, model: keras.Model, result: Published) -> keras.callbacks.History:
         """Give the model the chief's weights, and return the chief's history as the result of ``fit``."""
         variables = synced_variables(model)
         for name, variable in variables.items():
@@ -253,18 +253,18 @@ class WorkerFitDispatch(ProcessGroup):
         if variables and variables.keys().isdisjoint(result.arrays):
             self._context.log(function_scheduler_base.WEIGHTS_DROPPED)
         history = keras.callbacks.History()
-        history.history, history.epoch = _decoded(result, _HISTORY), list(result.result["epoch"])
+        history.history, history.epoch = _decoded(result, _HISTORY), list(result.what["epoch"])
         history.set_model(model)
         model.history = history
         return history
 
 
-def _read_to_end(batches: IndexedBatches, result: CallResult) -> None:
+def _read_to_end(batches: IndexedBatches, result: Published) -> None:
     """Bring the data of a worker to where the chief's are at the end of a call, even if it got no batch, or came after the end."""
-    batches.follow(_decoded(result, _HOOKS), result.result["taken"])
+    batches.follow(_decoded(result, _HOOKS), result.what["taken"])
 
 
-def _decoded(result: CallResult, name: str) -> Any:
+def _decoded(result: Published, name: str) -> Any:
     """Return a text of JSON that came as an array with the result of a call."""
     return json.loads(result.arrays[name].tobytes())
 

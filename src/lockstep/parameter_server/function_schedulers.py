@@ -52,8 +52,7 @@ from lockstep.parameter_server.state_sync import (
 )
 from lockstep.parameter_server.task_client import (
     CallEnded,
-    CallResult,
-    ScriptSyncPoint,
+    Published,
     StopCondition,
     Task,
     TaskClient,
@@ -245,7 +244,7 @@ class WorkerScheduler(SchedulerBase):
         self._task_client, self._sync_points = task_client, 0
         self._runner: FunctionRunner | None = None
         self._server: ArrayServer | None = None
-        self._result: CallResult | None = None  # of the call, if the chief has already ended it
+        self._result: Published | None = None  # of the call, if the chief has already ended it
         self._functions: dict[int, tuple[Callable[..., Any], Arguments]] = {}  # that this worker may still have to run
 
     def _begin(self, model: keras.Model, call: int) -> None:
@@ -275,7 +274,7 @@ class WorkerScheduler(SchedulerBase):
             self._context.log(WEIGHTS_DROPPED)
         self._task_client.leave(self._call)
 
-    def _run_until_end(self) -> CallResult:
+    def _run_until_end(self) -> Published:
         if self._runner is None:
             return self._task_client.wait_for_end(self._call)
         return run_tasks(self._task_client, self._call, self._run_task, self._runner.pause)
@@ -322,7 +321,7 @@ class WorkerScheduler(SchedulerBase):
             raise ScopeError(f"strategy.{method} is for scheduled functions. Fix: see lockstep.ClusterCoordinator.")
         return self._runner
 
-    def _wait_for_sync_point(self) -> ScriptSyncPoint:
+    def _wait_for_sync_point(self) -> Published:
         """Run tasks until the chief reaches the next sync point, and return what it has published there."""
         point, self._sync_points = self._sync_points, self._sync_points + 1
         reached = self._run_until(point)
@@ -334,11 +333,11 @@ class WorkerScheduler(SchedulerBase):
             )
         return reached
 
-    def _run_until(self, point: int) -> ScriptSyncPoint:
+    def _run_until(self, point: int) -> Published:
         if self._runner is not None and self._result is None:
             until = StopCondition(point, self._scheduled)
             stopped = run_tasks(self._task_client, self._call, self._run_task, self._runner.pause, until)
-            if isinstance(stopped, ScriptSyncPoint):
+            if not stopped.is_end:
                 return stopped
             self._result = stopped
         try:

@@ -4,7 +4,6 @@ import contextlib
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import overload
 
 import numpy as np
 
@@ -58,29 +57,18 @@ class StopCondition:
 
 
 @dataclass(frozen=True)
-class CallResult:
-    """Result of a call that the chief has ended.
-
-    Args:
-        result: as JSON values.
-        arrays: that belong to it.
-    """
-
-    result: Message
-    arrays: Mapping[str, np.ndarray]
-
-
-@dataclass(frozen=True)
-class ScriptSyncPoint:
-    """What the chief has published at a sync point of the script.
+class Published:
+    """What the chief has published: the result of a call that it has ended, or what belongs to a sync point of the script.
 
     Args:
         what: description, as JSON values.
         arrays: that belong to it.
+        is_end: whether it is the result of a call.
     """
 
     what: Message
     arrays: Mapping[str, np.ndarray]
+    is_end: bool = False
 
 
 RunTask = Callable[[Task], Result]
@@ -93,7 +81,7 @@ class CallEnded(Exception):  # noqa: N818 # Control flow, like StopIteration: it
         result: result of the call.
     """
 
-    def __init__(self, result: CallResult) -> None:
+    def __init__(self, result: Published) -> None:
         super().__init__("the call is over")
         self.result = result
 
@@ -110,7 +98,7 @@ class TaskClient:
         self._rpc_client = rpc_client
         self._long = max(long_seconds, rpc_client.timeout_seconds)
 
-    def enter(self, call: int) -> CallResult | None:
+    def enter(self, call: int) -> Published | None:
         """Wait until the chief has begun a call; return its result if the chief has already ended it.
 
         Raises:
@@ -132,12 +120,12 @@ class TaskClient:
         message, arrays = self._wait({"kind": "ask", "call": call, "key": key}, "published")
         return message["what"], arrays
 
-    def wait_for_sync_point(self, call: int, point: int) -> ScriptSyncPoint:
+    def wait_for_sync_point(self, call: int, point: int) -> Published:
         """Wait for what the chief publishes at a sync point of the script; errors as for :meth:`wait_for`."""
         message, arrays = self._wait({"kind": "ask", "call": call, "point": point}, "published")
-        return ScriptSyncPoint(message["what"], arrays)
+        return Published(message["what"], arrays)
 
-    def wait_for_end(self, call: int) -> CallResult:
+    def wait_for_end(self, call: int) -> Published:
         """Wait until the chief ends a call; ClusterError as for :meth:`enter`."""
         try:
             self._wait({"kind": "ask", "call": call, "key": _UNUSED_KEY}, "published")
@@ -147,7 +135,7 @@ class TaskClient:
 
     def take(
         self, call: int, requested: "Future[Response] | None" = None, until: StopCondition | None = None
-    ) -> Task | ScriptSyncPoint:
+    ) -> Task | Published:
         """Wait for a task, or for the sync point of ``until``; errors as for :meth:`wait_for`.
 
         Args:
@@ -157,7 +145,7 @@ class TaskClient:
         """
         message, arrays = self._wait(_take_message(call, until), ("task", "published"), requested)
         if message["kind"] == "published":
-            return ScriptSyncPoint(message["what"], arrays)
+            return Published(message["what"], arrays)
         return Task(int(message["task"]), message["what"], arrays, int(message.get("below", 0)))
 
     def request_task(self, call: int, until: StopCondition | None = None) -> "Future[Response]":
@@ -206,7 +194,7 @@ class TaskClient:
         found = (requested or self._request(message)).result()
         while (kind := found[0]["kind"]) not in ((kinds,) if isinstance(kinds, str) else kinds):
             if kind == "over":
-                raise CallEnded(CallResult(found[0]["result"], found[1]))
+                raise CallEnded(Published(found[0]["result"], found[1], is_end=True))
             if kind == "failed":
                 raise ClusterError(str(found[0]["sentence"]), int(found[0]["code"]))
             if (idle := float(found[0]["idle"])) > self._long:
@@ -219,25 +207,13 @@ class TaskClient:
         return found
 
 
-@overload
-def run_tasks(
-    client: TaskClient, call: int, run: RunTask, on_idle: Callable[[], object] = ..., until: None = None
-) -> CallResult: ...
-
-
-@overload
-def run_tasks(
-    client: TaskClient, call: int, run: RunTask, on_idle: Callable[[], object], until: StopCondition
-) -> CallResult | ScriptSyncPoint: ...
-
-
 def run_tasks(
     client: TaskClient,
     call: int,
     run: RunTask,
     on_idle: Callable[[], object] = lambda: None,
     until: StopCondition | None = None,
-) -> CallResult | ScriptSyncPoint:
+) -> Published:
     """Run the tasks that the chief assigns to this worker until the call ends, or up to a sync point.
 
     The next task is requested before the result of the last one is acknowledged, so a task costs one round trip and not two.
@@ -260,7 +236,7 @@ def run_tasks(
     try:
         while True:
             task = _next_task(client, call, requested, on_idle, until)
-            if isinstance(task, ScriptSyncPoint):
+            if isinstance(task, Published):
                 return task
             try:
                 result = run(task)
@@ -282,7 +258,7 @@ def _next_task(
     requested: "Future[Response]",
     on_idle: Callable[[], object],
     until: StopCondition | None,
-) -> Task | ScriptSyncPoint:
+) -> Task | Published:
     try:
         requested.result(_IDLE_SECONDS)
     except TimeoutError:

@@ -28,7 +28,7 @@ from lockstep.parameter_server.state_sync import (
     compute_deltas,
     merge_rules,
 )
-from lockstep.parameter_server.task_client import CallResult, Task, TaskClient, run_tasks
+from lockstep.parameter_server.task_client import Published, Task, TaskClient, run_tasks
 from lockstep.parameter_server.task_dispatcher import Result
 from lockstep.parameter_server.variable_client import BatchPart, VariableClient
 
@@ -87,7 +87,7 @@ class WorkerFit:
         self._traffic = 0
         self._is_checked = False  # whether the parts of a batch give the numbers of the batch
 
-    def run(self) -> CallResult:
+    def run(self) -> Published:
         """Run tasks until the call ends; errors as for :func:`lockstep.parameter_server.task_client.run_tasks`."""
         return run_tasks(self._task_client, self._call, self._run_task, self._client.pause)
 

@@ -208,7 +208,7 @@ class ParameterServerStrategy(SchedulingStrategy, Strategy):
         if self._role.job == "ps":  # The job cannot train without it, also if it ends between two calls.
             self._guard.before_end = client.report
         if (started := client.enter(0)) is not None:
-            _use_chief_random_state(self._role, started.result)
+            _use_chief_random_state(self._role, started.what)
         return WorkerFitDispatch(self._context, client, self)
 
     def checkpoint(self, directory: str | os.PathLike[str], save_freq: str | int = 1, keep: int = 3) -> NoReturn:
