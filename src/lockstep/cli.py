@@ -290,8 +290,8 @@ def _doctor(options: argparse.Namespace) -> int:
 
     try:
         with to_standard_error(options.json):
-            network = look_at_cluster(os.environ)
-            for name in network.variables:  # The script runs in this process alone and must not wait for other workers.
+            network, variables = look_at_cluster(os.environ)
+            for name in variables:  # The script runs in this process alone and must not wait for other workers.
                 os.environ.pop(name, None)
             report = examine_script(options.script, options.arguments, network)
     except LockstepError:

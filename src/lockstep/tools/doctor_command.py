@@ -5,9 +5,8 @@ import inspect
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
-from typing import Any
+from contextlib import nullcontext
+from dataclasses import replace
 from weakref import WeakKeyDictionary
 
 import jax
@@ -22,7 +21,7 @@ from lockstep.data.input_options import InputOptions
 from lockstep.data.process_group import ProcessGroup
 from lockstep.devices.placement import placement_on
 from lockstep.distributed.cluster.env_reader import NetworkOptions
-from lockstep.doctor.base import Finding, FitCall, Report, RuntimeSettings, calling_location, doctor_enabled, set_doctor
+from lockstep.doctor.base import FitCall, Report, RuntimeSettings, calling_location, doctor_enabled, set_doctor
 from lockstep.doctor.check_lists import examine
 from lockstep.doctor.environment_checks import check_network, peers_of
 from lockstep.execution.executors import SpmdExecutor
@@ -31,46 +30,25 @@ from lockstep.strategies.self_check import Diagnostics, examine_fit
 from lockstep.tools.script_runner import FirstFit, run_until_fit
 
 
-@dataclass(frozen=True)
-class ClusterFindings:
-    """Findings about the cluster that the environment names.
-
-    Args:
-        findings: problems.
-        looked_at: what was examined, in words; "" without a cluster.
-        variables: environment variables that name the cluster.
-    """
-
-    findings: tuple[Finding, ...] = ()
-    looked_at: str = ""
-    variables: tuple[str, ...] = ()
-
-
-def look_at_cluster(environ: Mapping[str, str]) -> ClusterFindings:
-    """Check that the processes of the cluster, if there is one, are reachable from this machine.
-
-    Args:
-        environ: environment variables.
+def look_at_cluster(environ: Mapping[str, str]) -> tuple[Report, tuple[str, ...]]:
+    """Check that the processes of the cluster, if there is one, are reachable; also return the variables that name it.
 
     Raises:
         ClusterError: the variables contradict each other.
     """
     resolver = resolve(environ)
     if resolver is None:
-        return ClusterFindings()
+        return Report(()), ()
     peers = peers_of(resolver.membership)
     variables = tuple(name for kind in RESOLVERS for name in kind.variables if name in environ)
     looked_at = (
         f"the cluster of {resolver.membership.source}: {', '.join(f'{peer.name} at {peer.address}' for peer in peers)}"
     )
-    return ClusterFindings(
-        tuple(check_network(peers, NetworkOptions.of(environ))),
-        f"{looked_at}; the script ran as a single process",
-        variables,
-    )
+    findings = tuple(check_network(peers, NetworkOptions.of(environ)))
+    return Report(findings, (f"{looked_at}; the script ran as a single process",)), variables
 
 
-def examine_script(path: str, arguments: Sequence[str], network: ClusterFindings | None = None) -> Report:
+def examine_script(path: str, arguments: Sequence[str], network: Report | None = None) -> Report:
     """Run a script up to its first fit, examine that call, and end the script.
 
     Args:
@@ -97,12 +75,8 @@ def examine_script(path: str, arguments: Sequence[str], network: ClusterFindings
             run_until_fit(path, arguments, on_fit)
     finally:
         set_doctor(before)
-    return _with_network(reports[0], network or ClusterFindings())
-
-
-def _with_network(report: Report, network: ClusterFindings) -> Report:
-    looked = (*report.looked_at, network.looked_at) if network.looked_at else report.looked_at
-    return replace(report, findings=network.findings + report.findings, looked_at=looked)
+    report, network = reports[0], network or Report(())
+    return replace(report, findings=network.findings + report.findings, looked_at=report.looked_at + network.looked_at)
 
 
 def fit_call_of(first: FirstFit, compiled_at: str = "") -> FitCall:
@@ -126,13 +100,9 @@ def _on_one_device(program: FitCall) -> Report:
     """Examine a call of fit without a strategy, as Keras alone would train the model."""
     device = jax.local_devices()[0]
     placement = placement_on([device], 1)
-
-    def no_context(model: keras.Model, name: str, arguments: dict[str, Any]) -> AbstractContextManager[None]:
-        return nullcontext()
-
     executor = SpmdExecutor(placement, AutoAllReduce())
     functions = StepFunctions(program.model, placement, executor, lambda _: None)
-    fit_wrapper = FitWrapper(placement, InputOptions(), ProcessGroup(), no_context, lambda *_: None)
+    fit_wrapper = FitWrapper(placement, InputOptions(), ProcessGroup(), lambda *_: nullcontext(), lambda *_: None)
     setting = RuntimeSettings(devices=(device,), has_strategy=False)
     report = examine(replace(program, settings=setting), functions, fit_wrapper, os.environ)
     return replace(report, looked_at=("no strategy: as on one device", *report.looked_at))

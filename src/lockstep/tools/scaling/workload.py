@@ -170,24 +170,8 @@ def _load(name: str) -> Any:
 
 
 HELD_OUT = 0.1  # of the rows, if the script has no validation data
-_HANDLED_ARGUMENTS = (
-    "x",
-    "y",
-    "sample_weight",
-    "batch_size",
-    "epochs",
-    "initial_epoch",
-    "verbose",
-    "callbacks",
-    "self",
-)
-_VALIDATION_ARGUMENTS = (
-    "validation_data",
-    "validation_split",
-    "validation_batch_size",
-    "validation_steps",
-    "validation_freq",
-)
+# Of fit; a setting determines the others.
+_KEPT_ARGUMENTS = ("shuffle", "class_weight", "steps_per_epoch")
 
 
 @dataclass(frozen=True)
@@ -232,9 +216,7 @@ def training_task(first: FirstFit, batch: int, budget: Budget) -> TrainingTask:
     """
     given = inspect.signature(keras.Model.fit).bind(first.model, *first.args, **first.kwargs).arguments
     data = (given.get("x"), given.get("y"), given.get("sample_weight"))
-    options = {
-        name: value for name, value in given.items() if name not in (*_HANDLED_ARGUMENTS, *_VALIDATION_ARGUMENTS)
-    }
+    options = {name: given[name] for name in _KEPT_ARGUMENTS if name in given}
     options["callbacks"], notes = _select_callbacks(callbacks_in(given))
     source = _source(data, given, batch)
     if not source.is_arrays:
