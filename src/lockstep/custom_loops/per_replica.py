@@ -1,6 +1,6 @@
 """Values that differ from replica to replica, and the checks of what ``run`` takes and returns."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -136,10 +136,17 @@ def as_numeric_array(leaf: Any, where: str = "") -> np.ndarray:
 def per_replica_of(values: Sequence[Any], placement: Placement) -> PerReplica:
     """Make a PerReplica of one value for each replica: values of equal shape are stacked and sharded over the devices."""
     arrays = [as_numeric_array(value) for value in values]
-    kinds = list(dict.fromkeys((array.shape, array.dtype) for array in arrays))
-    members = [tuple(r for r, array in enumerate(arrays) if (array.shape, array.dtype) == kind) for kind in kinds]
-    groups = [put_stack(np.stack([arrays[replica] for replica in own]), placement) for own in members]
-    return PerReplica(tuple(groups), tuple(members))
+    members = group_replicas((array.shape, array.dtype) for array in arrays)
+    groups = [put_stack(np.stack([arrays[replica] for replica in own]), placement) for own in members.values()]
+    return PerReplica(tuple(groups), tuple(members.values()))
+
+
+def group_replicas(keys: Iterable[Hashable]) -> dict[Any, tuple[int, ...]]:
+    """Return the numbers of the replicas that have equal keys, by key; ``keys`` has one for each replica."""
+    found: dict[Hashable, list[int]] = {}
+    for replica, key in enumerate(keys):
+        found.setdefault(key, []).append(replica)
+    return {key: tuple(own) for key, own in found.items()}
 
 
 def per_replica_of_local(values: Sequence[Any], placement: Placement) -> PerReplica:

@@ -23,6 +23,7 @@ from lockstep.custom_loops.per_replica import (
     check_arrays,
     check_axis,
     check_shapes,
+    group_replicas,
     is_array,
     is_per_replica,
     sum_over_replicas,
@@ -238,10 +239,9 @@ class ReplicaContext:
 
 def _stacked_shapes(shapes: list[tuple[int, ...]], dtype: Any) -> PerReplica:
     """Return the shape of a PerReplica whose values have these ``shapes``, one for each replica."""
-    kinds = list(dict.fromkeys(map(tuple, shapes)))
-    members = [tuple(replica for replica, shape in enumerate(shapes) if tuple(shape) == kind) for kind in kinds]
-    stacks = [jax.ShapeDtypeStruct((len(own), *kind), dtype) for own, kind in zip(members, kinds, strict=True)]
-    return PerReplica(tuple(stacks), tuple(members))
+    members = group_replicas(map(tuple, shapes))
+    stacks = [jax.ShapeDtypeStruct((len(own), *shape), dtype) for shape, own in members.items()]
+    return PerReplica(tuple(stacks), tuple(members.values()))
 
 
 def _replica_shape(result: Any, replica: int) -> Any:

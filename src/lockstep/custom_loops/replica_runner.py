@@ -20,7 +20,7 @@ from jax.interpreters import ad, batching
 from jax.sharding import PartitionSpec
 
 from lockstep._errors import ModelError
-from lockstep.custom_loops.per_replica import PerReplica, is_per_replica
+from lockstep.custom_loops.per_replica import PerReplica, group_replicas, is_per_replica
 from lockstep.devices.placement import DEVICE_AXIS, MeshPlacement, Placement
 from lockstep.execution.jaxpr_utils import constants_within, inline_calls, subprogram
 
@@ -149,11 +149,11 @@ def _check_structures(first: "_ReplicaBatch", other: "_ReplicaBatch") -> None:
 def _replica_groups(leaves: list[Any], replicas: int) -> list[Replicas]:
     """Return groups of replicas whose values have equal shapes."""
     groupings = [leaf.members for leaf in leaves if is_per_replica(leaf)]
-    groups: dict[Any, list[int]] = {}
-    for replica in range(replicas):
-        group = tuple(next(i for i, own in enumerate(members) if replica in own) for members in groupings)
-        groups.setdefault(group, []).append(replica)
-    return [tuple(group) for group in groups.values()]
+
+    def groups_of(replica: int) -> tuple[int, ...]:
+        return tuple(next(i for i, own in enumerate(members) if replica in own) for members in groupings)
+
+    return list(group_replicas(map(groups_of, range(replicas))).values())
 
 
 def _gathered_shapes(batches: "list[_ReplicaBatch]", replicas: int) -> Shapes:
