@@ -11,6 +11,7 @@ import shlex
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -289,7 +290,7 @@ def _doctor(options: argparse.Namespace) -> int:
     from lockstep.tools.doctor_command import examine_script, look_at_cluster, to_standard_error
 
     try:
-        with to_standard_error(options.json):
+        with to_standard_error() if options.json else nullcontext():
             network, variables = look_at_cluster(os.environ)
             for name in variables:  # The script runs in this process alone and must not wait for other workers.
                 os.environ.pop(name, None)

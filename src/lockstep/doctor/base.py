@@ -1,7 +1,7 @@
 """What all checks share: a finding, the call of ``fit`` that is checked, and the switch of the checks."""
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from inspect import currentframe
 from pathlib import Path
@@ -125,11 +125,8 @@ class Report:
         head = "no findings" if not count else counted(count, "finding")
         blocks = [head, *(f"\n{finding}" for finding in self.findings)]
         blocks += [("\n" if count else "") + "checked:", *(f"  {line}" for line in self.looked_at)]
-        return "\n".join([*blocks, *_listed("left out:", self.left_out)])
-
-
-def _listed(head: str, lines: Sequence[str]) -> list[str]:
-    return [head, *(f"  {line}" for line in lines)] if lines else []
+        blocks += ["left out:", *(f"  {line}" for line in self.left_out)] if self.left_out else []
+        return "\n".join(blocks)
 
 
 _PACKAGES = (*(str(Path(module.__file__ or "").parent) for module in (keras, jax)), str(Path(__file__).parents[1]))

@@ -123,16 +123,13 @@ class FitChecks:
     def _check(self, call: FitCall, find: Callable[[], Iterable[Finding]]) -> None:
         """Log the new findings of ``find``; an error in a check is logged and must not end the training."""
         try:
-            self._log_new(call, find())
+            logged = self._logged.setdefault(call.model, set())
+            new = [finding for finding in find() if finding.name not in logged]
+            logged.update(finding.name for finding in new)
+            for finding in new:
+                self._log(call.model, finding.line)
         except Exception as error:
             self._log(call.model, f"the checks of this fit failed ({type(error).__name__}: {error})")
-
-    def _log_new(self, call: FitCall, findings: Iterable[Finding]) -> None:
-        logged = self._logged.setdefault(call.model, set())
-        new = [finding for finding in findings if finding.name not in logged]
-        logged.update(finding.name for finding in new)
-        for finding in new:
-            self._log(call.model, finding.line)
 
 
 def with_batch(call: FitCall, batch: Any) -> FitCall:

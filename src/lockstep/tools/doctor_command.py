@@ -1,7 +1,6 @@
 """``lockstep doctor``: run a script up to its first ``fit``, and examine that call without training."""
 
 import contextlib
-import inspect
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -86,7 +85,7 @@ def fit_call_of(first: FirstFit, compiled_at: str = "") -> FitCall:
         first: the call.
         compiled_at: file and line where the model was compiled, if they are known.
     """
-    given = dict(inspect.signature(keras.Model.fit).bind(first.model, *first.args, **first.kwargs).arguments)
+    given = dict(first.arguments)
     x, y, weight = (given.pop(name, None) for name in ("x", "y", "sample_weight"))
     return FitCall(first.model, x, y, weight, given, fit_at=first.where, compiled_at=compiled_at)
 
@@ -109,11 +108,8 @@ def _on_one_device(program: FitCall) -> Report:
 
 
 @contextlib.contextmanager
-def to_standard_error(is_wanted: bool) -> Iterator[None]:
-    """Redirect standard output to standard error if ``is_wanted``, also for child processes."""
-    if not is_wanted:
-        yield
-        return
+def to_standard_error() -> Iterator[None]:
+    """Redirect standard output to standard error, also for child processes."""
     sys.stdout.flush()
     kept = os.dup(1)
     os.dup2(2, 1)

@@ -98,13 +98,11 @@ def _versions() -> Iterable[str]:
 
 def _cores() -> str:
     quota = first_line(Path("/sys/fs/cgroup/cpu.max"))
-    limited = "" if not quota or quota.startswith("max") else f", cgroup quota {_quota(quota):g}"
+    limited = ""
+    if quota and not quota.startswith("max"):
+        limit, period = map(int, quota.split())
+        limited = f", cgroup quota {limit / period:g}"
     return f"{os.cpu_count()}, {usable_cores()} of them for this process{limited}"
-
-
-def _quota(line: str) -> float:
-    quota, period = line.split()
-    return int(quota) / int(period)
 
 
 def _memory() -> str:

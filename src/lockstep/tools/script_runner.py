@@ -4,6 +4,7 @@ Each child process has its own devices and memory, may crash alone, and writes i
 """
 
 import contextlib
+import inspect
 import json
 import os
 import runpy
@@ -16,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +63,11 @@ class FirstFit:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     where: str
+
+    @cached_property
+    def arguments(self) -> dict[str, Any]:
+        """The arguments that are given, by name."""
+        return dict(inspect.signature(keras.Model.fit).bind(self.model, *self.args, **self.kwargs).arguments)
 
 
 class _FirstFitReached(BaseException):  # Not an Exception: the script may catch those.

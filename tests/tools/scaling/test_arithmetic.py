@@ -25,7 +25,6 @@ from lockstep.tools.scaling.prediction import (
     network_for,
     predict_step,
     series_of,
-    total,
 )
 from lockstep.tools.scaling.results import (
     Budget,
@@ -77,7 +76,7 @@ def test_a_row_has_the_median_and_the_quartiles_of_its_blocks():
 )
 def test_shares_are_the_whole_step_and_none_is_negative(step, bare, all_reduce, taking):
     shares = shares_of(step, bare, all_reduce, taking)
-    assert total(shares) == pytest.approx(step)
+    assert shares.total == pytest.approx(step)
     assert min(shares.compute, shares.communication, shares.input, shares.host) >= 0
     if (step, bare, all_reduce, taking) == (10, 6, 2, 1):
         assert (shares.compute, shares.communication, shares.input, shares.host) == (4, 2, 1, 3)

@@ -386,7 +386,7 @@ def _check(migrations: Sequence[Migration]) -> int:
         )
         return 0
     try:
-        with to_standard_error(True):
+        with to_standard_error():
             report = _examine(migrations, script)
     except LockstepError as error:
         print(f"lockstep migrate --check: {error}", file=sys.stderr)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from lockstep._logging import counted
 from lockstep.tools.scaling.prediction import Prediction
-from lockstep.tools.scaling.results import CurvePoint, ScalingRow, ScalingTable, memory, number, ratio, seconds, share
+from lockstep.tools.scaling.results import CurvePoint, ScalingRow, ScalingTable, memory, number, ratio, seconds
 
 if TYPE_CHECKING:
     from lockstep.tools.scaling.api import ScalingReport
@@ -254,7 +254,7 @@ def figures_of(table: ScalingTable, prediction: Prediction | None) -> list[Figur
     if not rows:
         return []
     figures = [_throughput(rows)]
-    figures += [_efficiency(rows, is_weak=is_weak) for is_weak in (False, True) if _has_efficiency(rows, is_weak)]
+    figures += [figure for is_weak in (False, True) if (figure := _efficiency(rows, is_weak=is_weak))]
     figures.append(_shares(table.rows))
     if table.metric and any(_is_drawn(point) for row in rows for point in row.measured.curve):
         figures += [_metric(table, rows, by_rows=by_rows) for by_rows in (True, False)]
@@ -290,42 +290,27 @@ def _throughput(rows: Sequence[ScalingRow]) -> Figure:
     return Figure(line_chart("Throughput", _devices(rows), y, series), text, columns, lines)
 
 
-def _has_efficiency(rows: Sequence[ScalingRow], is_weak: bool) -> bool:
-    return any(row.setting.devices > 1 and _speed_up(row, is_weak) is not None for row in rows)
-
-
-def _speed_up(row: ScalingRow, is_weak: bool) -> float | None:
-    return row.weak if is_weak else row.strong
-
-
-def _efficiency(rows: Sequence[ScalingRow], *, is_weak: bool) -> Figure:
-    known = [(row, value) for row in rows if (value := _speed_up(row, is_weak)) is not None]
-    keys = sorted({row.per_device if is_weak else row.setting.batch for row, _ in known})
+def _efficiency(rows: Sequence[ScalingRow], *, is_weak: bool) -> Figure | None:
+    speed_ups = [(row, row.weak if is_weak else row.strong) for row in rows]
+    known = [(row, value, value / row.setting.devices) for row, value in speed_ups if value is not None]
+    if not any(row.setting.devices > 1 for row, _, _ in known):
+        return None
+    keys = sorted({row.per_device if is_weak else row.setting.batch for row, _, _ in known})
     series = []
     for color, key in enumerate(keys):
         points = [
-            ChartPoint(
-                row.setting.devices,
-                value / row.setting.devices,
-                f"{row.setting.name}: {value / row.setting.devices:.0%}",
-            )
-            for row, value in known
+            ChartPoint(row.setting.devices, efficiency, f"{row.setting.name}: {efficiency:.0%}")
+            for row, _, efficiency in known
             if (row.per_device if is_weak else row.setting.batch) == key
         ]
         series.append(Series(f"{key:g} a device" if is_weak else f"batch {key:g}", points, color))
-    ticks = ticks_of([1.0, *(value / row.setting.devices for row, value in known)])
+    ticks = ticks_of([1.0, *(efficiency for _, _, efficiency in known)])
     axis = Axis("efficiency", {place: f"{place:.0%}" for place in ticks})
     title = "Weak scaling: same batch on each device" if is_weak else "Strong scaling: same global batch"
     text = "Rows per second, divided by those of one device and by the number of devices. 100 % is ideal."
     lines = tuple(
-        (
-            str(row.setting.devices),
-            str(row.setting.batch),
-            f"{row.per_device:g}",
-            ratio(value),
-            f"{value / row.setting.devices:.0%}",
-        )
-        for row, value in known
+        (str(row.setting.devices), str(row.setting.batch), f"{row.per_device:g}", ratio(value), f"{efficiency:.0%}")
+        for row, value, efficiency in known
     )
     columns = ("devices", "global batch", "a device", "speed-up", "efficiency")
     return Figure(line_chart(title, _devices(rows), axis, series), text, columns, lines)
@@ -414,7 +399,7 @@ def _predicted(prediction: Prediction) -> Figure:
             seconds(one.seconds),
             f"{one.batch / one.seconds:,.0f}",
             ratio(one.speed_up),
-            share(one.shares.communication, one.seconds),
+            f"{one.shares.communication / one.seconds:.0%}",
         )
         for kind, found in both
         for one in found

@@ -144,14 +144,9 @@ def errors_of(model: StepModel, rows: Sequence[ScalingRow]) -> list[tuple[Scalin
         if row.setting.devices:
             link = model.link or Network(NetworkLink(0, 0), NetworkLink(0, 0), row.setting.devices)
             here = Network(link.within, link.within, row.setting.devices, link.seconds_per_added_byte)
-            seconds = total(predict_step(model, row.setting.devices, row.setting.batch, here))
+            seconds = predict_step(model, row.setting.devices, row.setting.batch, here).total
             checks.append((row, seconds, seconds / row.step - 1))
     return checks
-
-
-def total(shares: Shares) -> float:
-    """Return the seconds of a whole step."""
-    return shares.compute + shares.communication + shares.input + shares.host
 
 
 def network_for(model: StepModel, platform: str, between: NetworkLink, devices_per_machine: int | None) -> Network:
@@ -183,9 +178,8 @@ def series_of(model: StepModel, batch: int, network: Network, *, is_weak: bool) 
         if rows < devices:
             break
         shares = predict_step(model, devices, rows, network)
-        seconds = total(shares)
-        first = found[0].batch / found[0].seconds if found else rows / seconds
-        found.append(Predicted(devices, rows, seconds, shares, rows / seconds / first))
+        first = found[0].batch / found[0].seconds if found else rows / shares.total
+        found.append(Predicted(devices, rows, shares.total, shares, rows / shares.total / first))
     return found
 
 

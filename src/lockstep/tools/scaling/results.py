@@ -156,9 +156,6 @@ def from_json(values: Mapping[str, Any]) -> SettingResult | SettingFailure:
     return SettingResult(**{**values, **converted})
 
 
-_MEGABYTE = 1e6
-
-
 def seconds(value: float) -> str:
     """Format seconds with a suitable unit."""
     for limit, factor, unit in ((0.9995e-3, 1e6, "µs"), (0.9995, 1e3, "ms"), (600.0, 1.0, "s")):
@@ -172,11 +169,6 @@ def ratio(value: float | None) -> str:
     return "–" if value is None else f"{value:.2f}×" if value < 100 else f"{value:.0f}×"
 
 
-def share(part: float, whole: float) -> str:
-    """Format a part of a whole as a percentage."""
-    return f"{part / whole:.0%}"
-
-
 def number(value: float | None) -> str:
     """Format the value of a metric."""
     return "–" if value is None else f"{value:.4g}"
@@ -184,7 +176,7 @@ def number(value: float | None) -> str:
 
 def memory(value: int) -> str:
     """Format bytes as megabytes."""
-    return f"{value / _MEGABYTE:,.0f} MB"
+    return f"{value / 1e6:,.0f} MB"
 
 
 @dataclass(frozen=True)
@@ -195,6 +187,11 @@ class Shares:
     communication: float
     input: float
     host: float
+
+    @property
+    def total(self) -> float:
+        """Seconds of the step."""
+        return self.compute + self.communication + self.input + self.host
 
 
 @dataclass(frozen=True)

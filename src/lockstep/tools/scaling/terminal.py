@@ -27,7 +27,6 @@ from lockstep.tools.scaling.results import (
     number,
     ratio,
     seconds,
-    share,
 )
 
 if TYPE_CHECKING:
@@ -98,7 +97,7 @@ def _shares_table(table: ScalingTable) -> RichTable:
     for name in ("devices", "batch", "compute", "communication", "input", "host", "memory"):
         rendered.add_column(name, justify="right")
     for row in table.rows:
-        parts = [share(part, row.step) for part in asdict(row.shares).values()]
+        parts = [f"{part / row.step:.0%}" for part in asdict(row.shares).values()]
         rendered.add_row(
             str(row.setting.devices or "Keras"), str(row.setting.batch), *parts, memory(row.measured.memory)
         )

@@ -1,7 +1,6 @@
 """What a child process measures: a script up to its first fit, or a model and data given to ``scaling_report``."""
 
 import importlib
-import inspect
 import sys
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -214,7 +213,7 @@ def training_task(first: FirstFit, batch: int, budget: Budget) -> TrainingTask:
     Raises:
         OptionError: there are fewer rows than a batch has.
     """
-    given = inspect.signature(keras.Model.fit).bind(first.model, *first.args, **first.kwargs).arguments
+    given = first.arguments
     data = (given.get("x"), given.get("y"), given.get("sample_weight"))
     options = {name: given[name] for name in _KEPT_ARGUMENTS if name in given}
     options["callbacks"], notes = _select_callbacks(callbacks_in(given))
