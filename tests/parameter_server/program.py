@@ -4,6 +4,7 @@ import json
 import signal
 import socket
 import sys
+from dataclasses import replace
 
 import keras
 
@@ -17,7 +18,9 @@ from tests.support.telling import tell
 def main(role, address=None):
     if role == "ps":
         listener = socket.create_server(("127.0.0.1", 0))
-        serve(0, plan_shards(SPECS, 1), keras.optimizers.SGD(0.5), listener, max_staleness=0, secret=b"known")
+        plan = plan_shards(SPECS, 1)
+        me = replace(peer(0, 1, "ps"), identity=plan.identity_of(0))
+        serve(me, plan, keras.optimizers.SGD(0.5), listener, max_staleness=0, secret=b"known")
         tell(port=listener.getsockname()[1])
     else:
         client = VariableClient(plan_shards(SPECS, 1), [address], peer(1), secret=b"known", timeout_seconds=DEADLINE)

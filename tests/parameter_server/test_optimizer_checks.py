@@ -9,7 +9,7 @@ from lockstep import OptionError
 from lockstep.parameter_server.optimizer_sharding import check_optimizer
 from lockstep.parameter_server.sharding import FixedShardsPartitioner, plan_shards
 from lockstep.parameter_server.variable_server import serve
-from tests.parameter_server.threaded_servers import SPECS, Servers, values_of
+from tests.parameter_server.threaded_servers import SPECS, Servers, peer, values_of
 
 CUT = {"servers": 2, "partitioner": FixedShardsPartitioner(2)}
 TWO = {"servers": 2}
@@ -74,7 +74,7 @@ def test_an_optimizer_of_which_keras_makes_no_other_is_refused():
                 OptionError, match=f"an optimizer of its own, and Keras cannot .*{reason}.* Fix: give the class"
             ),
         ):
-            serve(0, plan_shards(SPECS, **ONE), optimizer, listener)
+            serve(peer(0), plan_shards(SPECS, **ONE), optimizer, listener)
 
 
 def test_a_schedule_need_not_be_registered():

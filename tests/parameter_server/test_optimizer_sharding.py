@@ -94,7 +94,7 @@ class OnServers:
         known = self._state.split(before.remembered)
         for store, part, own in zip(self._stores, self.plan.split(values), known, strict=True):
             assert own.keys() == {spec.name for spec in store.optimizer_specs}
-            store.fill(part | own)
+            store.load(*store.prepare(part | own))
 
     def train(self, gradients):
         for each in gradients:

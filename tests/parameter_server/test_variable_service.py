@@ -173,7 +173,7 @@ def test_parts_of_a_batch_make_one_update_whoever_pushes_them_in_whatever_order(
     parts = [values_of(seed=seed) for seed in (1, 2, 3)]
     pushes = [Push(part, weight) for part, weight in zip(parts, (2, 2, 1), strict=True)]
     alone = VariableStore(SPECS, adam())
-    alone.fill(values_of())
+    alone.load(*alone.prepare(values_of()))
     for _ in range(2):
         alone.apply(pushes)
     with Servers(1, optimizer=adam, max_staleness=0) as servers:
@@ -511,8 +511,9 @@ def test_a_server_that_still_serves_the_last_call_is_waited_for():
             wait_until(lambda: any("its call is 2" in line for line in servers.said), "a refusal")
             servers.servers[0].stop()
             listener = socket.create_server(("127.0.0.1", int(servers.addresses[0].rpartition(":")[2])))
-            options = {"secret": None, "identity": {"call": 2}, "log": servers.said.append}
-            servers.callback(serve(0, servers.plan, keras.optimizers.SGD(), listener, **options).stop)
+            me = servers.server_peer(0, {"call": 2})
+            server = serve(me, servers.plan, keras.optimizers.SGD(), listener, log=servers.said.append)
+            servers.callback(server.stop)
             ready.set()
 
         serving = threading.Thread(target=serve_next_call, daemon=True)

@@ -46,7 +46,7 @@ def test_updates_are_those_of_keras_wherever_the_shards_are(name, servers, parti
     made = plan_shards(SPECS, servers, partitioner)
     stores = [VariableStore(made.specs_at(number), OPTIMIZERS[name]()) for number in range(servers)]
     for store, part in zip(stores, made.split(values_of()), strict=True):
-        store.fill(part)
+        store.load(*store.prepare(part))
     gradients = [values_of(seed=seed) for seed in (1, 2, 3, 4)]
     for each in gradients:
         for store, part in zip(stores, made.split(each), strict=True):
@@ -64,7 +64,7 @@ def test_updates_are_those_of_keras_wherever_the_shards_are(name, servers, parti
 @pytest.mark.parametrize("name", ["SGD", "Adam"])
 def test_a_sparse_gradient_equals_a_dense_one_with_zero_rows(name):
     store = VariableStore(SPECS, OPTIMIZERS[name]())
-    store.fill(values_of())
+    store.load(*store.prepare(values_of()))
     gradients = []
     for seed, indices in enumerate([[5, 1, 5], [0], [], [6, 5, 4, 3, 2]]):
         whole = values_of(seed=seed + 1)
@@ -78,7 +78,7 @@ def test_a_sparse_gradient_equals_a_dense_one_with_zero_rows(name):
 
 def test_parts_of_an_update_are_averaged_by_their_weight():
     store = VariableStore(SPECS, OPTIMIZERS["Adam"]())
-    store.fill(values_of())
+    store.load(*store.prepare(values_of()))
     parts = [values_of(seed=seed) for seed in (1, 2, 3)]
     pushes = [Push(part, weight) for part, weight in zip(parts, (3, 1, 4), strict=True)]
     assert store.apply(pushes) == 1
@@ -90,7 +90,7 @@ def test_parts_of_an_update_are_averaged_by_their_weight():
 def test_a_snapshot_does_not_change():
     store = VariableStore(SPECS, OPTIMIZERS["Adam"]())
     given = values_of()
-    store.fill(given)
+    store.load(*store.prepare(given))
     before = store.snapshot
     given["scale"][...] = 100
     store.apply([Push(values_of(seed=1))])
@@ -101,10 +101,10 @@ def test_a_snapshot_does_not_change():
 
 def test_a_store_continues_from_the_state_of_another_bit_for_bit():
     one, other = VariableStore(SPECS, OPTIMIZERS["Adam"]()), VariableStore(SPECS, OPTIMIZERS["Adam"]())
-    one.fill(values_of())
+    one.load(*one.prepare(values_of()))
     one.apply([Push(values_of(seed=1))])
     version, state = one.state()
-    other.fill(state, version)
+    other.load(*other.prepare(state, version))
     for store in (one, other):
         store.apply([Push(values_of(seed=2))])
     assert one.snapshot.version == other.snapshot.version == 2
@@ -118,7 +118,7 @@ def test_an_optimizer_sees_paths_and_names_of_the_model_also_of_shards():
     optimizer = keras.optimizers.SGD(0.5, weight_decay=0.1)
     optimizer.exclude_from_weight_decay(var_names=["^kernel$"])
     store = VariableStore(specs, optimizer)
-    store.fill(values_of(specs))
+    store.load(*store.prepare(values_of(specs)))
     store.apply([Push({spec.name: np.zeros(spec.shape, spec.dtype) for spec in specs})])
     for spec, decay in zip(specs, (1, 0.95), strict=True):
         np.testing.assert_allclose(store.snapshot.values[spec.name], decay * values_of(specs)[spec.name], rtol=1e-6)
@@ -132,7 +132,11 @@ def test_what_the_optimizer_asks_of_variables_is_that_of_the_model():
     rules, specs = rules_of(model), specs_of(model)
     assert rules.without_decay == {specs[1].name}
     store = VariableStore(specs, keras.optimizers.SGD(0.5, weight_decay=0.1), rules)
-    store.fill({spec.name: np.asarray(v.value) for spec, v in zip(specs, model.trainable_variables, strict=True)})
+    store.load(
+        *store.prepare(
+            {spec.name: np.asarray(v.value) for spec, v in zip(specs, model.trainable_variables, strict=True)}
+        )
+    )
     gradients = [np.full(spec.shape, -3, "float32") for spec in specs]
     store.apply([Push({spec.name: each for spec, each in zip(specs, gradients, strict=True)})])
     optimizer.apply(gradients, model.trainable_variables)

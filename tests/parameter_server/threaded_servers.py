@@ -55,18 +55,22 @@ class Servers(contextlib.ExitStack):
             listener = socket.create_server(("127.0.0.1", 0))
             self.addresses.append(f"127.0.0.1:{listener.getsockname()[1]}")
             server = serve(
-                number,
+                self.server_peer(number, identity),
                 self.plan,
                 optimizer(),
                 listener,
                 max_staleness=max_staleness,
                 refuse_nonfinite=refuse_nonfinite,
                 secret=secret,
-                identity=identity or {},
                 log=self.said.append,
             )
             self.callback(server.stop)
             self.servers.append(server)
+
+    def server_peer(self, number, identity=None):
+        """A server for its clients, which must have its identity."""
+        known = self.plan.identity_of(number) | (identity or {})
+        return Peer(number, self.plan.servers, "here", 2000 + number, identity=known, information={"job": "ps"})
 
     def client(
         self, index=0, *, job=None, plan=None, addresses=None, timeout_seconds=DEADLINE, identity=None, **options

@@ -231,16 +231,16 @@ class ProcessContext:
 
     def serve_variables(self, model: keras.Model, call: int) -> ArrayServer:
         """Start this process's variable server for a model, which is built and compiled."""
-        listener = open_listener(self.role.servers[self.role.index], self.network, self.log, self.role.name)
+        plan, number = self.plan_for(model), self.role.index
+        listener = open_listener(self.role.servers[number], self.network, self.log, self.role.name)
         return serve(
-            self.role.index,
-            self.plan_for(model),
+            replace(self.peer, identity=plan.identity_of(number) | {"call": call}),
+            plan,
             model.optimizer,
             listener,
             rules=rules_of(model),
             max_staleness=self.max_staleness,
             refuse_nonfinite=self.refuse_nonfinite,
-            identity={"call": call},
             secret=self.network.secret,
             log=self.log,
         )

@@ -1,6 +1,5 @@
 """A variable server: the requests that it answers, and its process. ``variable_store`` applies the optimizer."""
 
-import os
 import socket
 import threading
 import time
@@ -18,7 +17,6 @@ from lockstep.distributed.control.handshake import Peer
 from lockstep.distributed.control.transport import ProtocolError
 from lockstep.parameter_server.array_transport import Arrays, Message
 from lockstep.parameter_server.messages import ROWS, VALUE, check_request, decode_gradients, decode_row_request
-from lockstep.parameter_server.optimizer_sharding import check_optimizer
 from lockstep.parameter_server.rpc import (
     POLL_SECONDS,
     ArrayServer,
@@ -241,7 +239,7 @@ class VariableService:
 
 
 def serve(
-    number: int,
+    me: Peer,
     plan: ShardingPlan,
     optimizer: keras.optimizers.Optimizer,
     listener: socket.socket,
@@ -249,32 +247,27 @@ def serve(
     rules: UpdateRules = NO_RULES,
     max_staleness: int | None = None,
     refuse_nonfinite: bool = True,
-    identity: Mapping[str, object] | None = None,
     secret: bytes | None = None,
     log: Callable[[str], None] = log_info,
 ) -> ArrayServer:
-    """Start a variable server.
+    """Start a variable server, which gets a copy of the model's optimizer, and closes the listener when it stops.
 
     Args:
-        number: number of the server.
+        me: this server; clients must have the same identity, which has that of the plan.
         plan: assignment of all variables to servers.
-        optimizer: optimizer of the model; the server gets a copy of it.
-        listener: a listening socket; the server closes it.
+        optimizer: optimizer of the model, as :func:`lockstep.parameter_server.optimizer_sharding.check_optimizer` accepts it.
+        listener: a listening socket.
         rules: rules of the model's variables.
         max_staleness: see :class:`lockstep.parameter_server.staleness.StalenessBound`.
         refuse_nonfinite: whether a gradient that is not finite is refused.
-        identity: what clients must have in common with the server besides the plan.
         secret: shared with the clients; None: there is none.
         log: takes lines.
 
     Raises:
-        OptionError: the optimizer's update would be another one on servers, or ``max_staleness`` is out of its range.
+        OptionError: Keras cannot copy the optimizer, or ``max_staleness`` is out of its range.
     """
-    check_optimizer(optimizer, plan, rules)
     own = optimizer_maker(optimizer)()
-    known = plan.identity_of(number) | dict(identity or {})
-    me = Peer(number, plan.servers, socket.gethostname(), os.getpid(), identity=known, information={"job": "ps"})
-    service = VariableService(VariableStore(plan.specs_at(number), own, rules), max_staleness, refuse_nonfinite)
+    service = VariableService(VariableStore(plan.specs_at(me.index), own, rules), max_staleness, refuse_nonfinite)
     server = ArrayServer(me, service, listener, secret=secret, log=log)
     server.start()
     return server

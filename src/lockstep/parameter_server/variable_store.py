@@ -81,7 +81,7 @@ class VariableStore:
         >>> from lockstep._array_encoding import ArraySpec
         >>> from lockstep.parameter_server.variable_store import Push, VariableStore
         >>> store = VariableStore([ArraySpec("w", (2,), "float32")], keras.optimizers.SGD(0.5))
-        >>> store.fill({"w": np.float32([1, 2])})
+        >>> store.load(*store.prepare({"w": np.float32([1, 2])}))
         >>> store.apply([Push({"w": np.float32([1, 0])})])
         1
         >>> store.snapshot.values["w"].tolist()
@@ -110,23 +110,18 @@ class VariableStore:
 
     @property
     def optimizer_specs(self) -> tuple[ArraySpec, ...]:
-        """Specs of the optimizer's variables, which :meth:`fill` takes besides the values."""
+        """Specs of the optimizer's variables, which :meth:`prepare` takes besides the values."""
         variables = enumerate(self._optimizer.variables)
         return tuple(ArraySpec(f"{OPTIMIZER}{number}", tuple(one.shape), str(one.dtype)) for number, one in variables)
 
-    def fill(self, state: Mapping[str, np.ndarray], version: int = 0) -> None:
-        """Set all values.
+    def prepare(self, state: Mapping[str, np.ndarray], version: int = 0) -> tuple[VariableSnapshot, list[jax.Array]]:
+        """Copy all values to the device, for :meth:`load`.
+
+        Runs code of the optimizer's class, so it is separate from :meth:`load`, which callers may call under a lock.
 
         Args:
             state: by name; with the optimizer's variables, as :meth:`state` gives them, or these get their initial values.
             version: number of updates that made them.
-        """
-        self.load(*self.prepare(state, version))
-
-    def prepare(self, state: Mapping[str, np.ndarray], version: int = 0) -> tuple[VariableSnapshot, list[jax.Array]]:
-        """Copy the arguments of :meth:`fill` to the device, and initialize the optimizer's variables if they are missing.
-
-        Runs code of the optimizer's class, so it is separate from :meth:`load`, which callers may call under a lock.
         """
         is_new = not all(spec.name in state for spec in self.optimizer_specs)
         known = self._initial_optimizer_values(state) if is_new else [state[spec.name] for spec in self.optimizer_specs]
@@ -156,7 +151,7 @@ class VariableStore:
             return self.snapshot.version
 
     def state(self) -> tuple[int, dict[str, np.ndarray]]:
-        """Return the version, and copies of all arrays that :meth:`fill` needs to restore this state."""
+        """Return the version, and copies of all arrays that :meth:`prepare` needs to restore this state."""
         with self._update_lock:
             values = {name: np.array(value) for name, value in self.snapshot.values.items()}
             optimizer = {f"{OPTIMIZER}{n}": np.array(value) for n, value in enumerate(self._optimizer_values)}
