@@ -7,11 +7,11 @@ from lockstep.tools.migrate.rewrite_rules import (
     activations_of,
     arguments_of,
     assigned,
-    calls,
     full_name,
     is_false,
     is_model,
     made_by,
+    method_of,
     owner_of_optimizer,
 )
 from lockstep.tools.migrate.source import ImportBindings, SourceText
@@ -67,14 +67,15 @@ _JOINED = ("Path", "fspath", "join", "str")  # Functions whose result ends as th
 
 def find_incompatibilities(source: SourceText, bindings: ImportBindings) -> Left:
     """Find what Keras 3 on JAX does not accept: methods, arguments, TensorFlow within a model, another backend."""
-    for node in ast.walk(source.tree):
-        if isinstance(node, ast.Attribute) and node.attr in _METHODS:
-            yield node, f"{node.attr}: {_METHODS[node.attr]}"
-        if isinstance(node, ast.Attribute) and node.attr == "lr" and owner_of_optimizer(node):
-            yield node, _RATE
-        if isinstance(node, ast.Constant) and node.value == "KERAS_BACKEND":
-            yield from _other_backend(source, node)
-    for call in calls(source):
+    for attribute in source.nodes(ast.Attribute):
+        if attribute.attr in _METHODS:
+            yield attribute, f"{attribute.attr}: {_METHODS[attribute.attr]}"
+        if attribute.attr == "lr" and owner_of_optimizer(attribute):
+            yield attribute, _RATE
+    for constant in source.nodes(ast.Constant):
+        if constant.value == "KERAS_BACKEND":
+            yield from _other_backend(source, constant)
+    for call in source.nodes(ast.Call):
         yield from _arguments(call, full_name(bindings, call))
         yield from _file_names(source, bindings, call)
     yield from _resets(source, bindings)
@@ -82,7 +83,7 @@ def find_incompatibilities(source: SourceText, bindings: ImportBindings) -> Left
 
 
 def _arguments(call: ast.Call, name: str) -> Left:
-    method = call.func.attr if isinstance(call.func, ast.Attribute) else ""
+    method = method_of(call)
     for keyword in call.keywords:
         reason = _ARGUMENTS.get((method, keyword.arg or ""))
         if reason:
@@ -97,12 +98,11 @@ def _arguments(call: ast.Call, name: str) -> Left:
 
 def _resets(source: SourceText, bindings: ImportBindings) -> Left:
     """Find calls of ``reset_states`` that may be a metric's, unless the program defines such a method itself."""
-    nodes = list(ast.walk(source.tree))
-    if any(isinstance(node, ast.FunctionDef) and node.name == "reset_states" for node in nodes):
+    if any(function.name == "reset_states" for function in source.nodes(ast.FunctionDef)):
         return
     layers = made_by(source, bindings, "layers.")
-    for node in nodes:
-        if isinstance(node, ast.Attribute) and node.attr == "reset_states" and ast.unparse(node.value) not in layers:
+    for node in source.nodes(ast.Attribute):
+        if node.attr == "reset_states" and ast.unparse(node.value) not in layers:
             yield node, _RESETS
 
 
@@ -150,18 +150,18 @@ def _within_models(source: SourceText, bindings: ImportBindings) -> Left:
 
 def _models(source: SourceText, bindings: ImportBindings) -> Iterator[ast.AST]:
     """Iterate over the classes and functions that compute within a step, as far as the source shows it."""
-    for node in ast.walk(source.tree):
-        if isinstance(node, ast.ClassDef):
-            bases = [translated(bindings.name_of(base)).split(".") for base in node.bases]
-            if any(base[0] == "keras" and base[1:] and base[1] in _COMPUTING for base in bases):
-                yield node
-        elif isinstance(node, ast.Call) and (name := full_name(bindings, node)).startswith("keras.layers."):
-            yield from [node] if name == "keras.layers.Lambda" else activations_of(node, name)
+    for own in source.nodes(ast.ClassDef):
+        bases = [translated(bindings.name_of(base)).split(".") for base in own.bases]
+        if any(base[0] == "keras" and base[1:] and base[1] in _COMPUTING for base in bases):
+            yield own
+    for call in source.nodes(ast.Call):
+        if (name := full_name(bindings, call)).startswith("keras.layers."):
+            yield from [call] if name == "keras.layers.Lambda" else activations_of(call, name)
 
 
 def _other_backend(source: SourceText, constant: ast.Constant) -> Left:
     """Find assignments of the variable ``KERAS_BACKEND`` to another backend than JAX."""
-    for node in ast.walk(source.tree):
+    for node in source.nodes(ast.AST):
         value: ast.expr | None = None
         if isinstance(node, ast.Assign) and any(constant is _key(target) for target in node.targets):
             value = node.value

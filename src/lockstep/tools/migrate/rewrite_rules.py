@@ -2,7 +2,7 @@
 
 import ast
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import takewhile
 
 from lockstep.tools.migrate.source import Edit, ImportBindings, SourceText, parameters_of
@@ -24,11 +24,6 @@ _SIZES = {  # Arguments of layers that must be Python integers in Keras 3.
 }
 _OF_ARRAYS = ("argmax", "argmin", "max", "min", "numpy", "prod", "sum")  # Methods that return NumPy scalars.
 _SYNCHRONIZED = "keras.layers.experimental.SyncBatchNormalization"
-
-
-def calls(source: SourceText) -> Iterator[ast.Call]:
-    """Iterate over all calls of a program."""
-    return (node for node in ast.walk(source.tree) if isinstance(node, ast.Call))
 
 
 def full_name(bindings: ImportBindings, call: ast.Call) -> str:
@@ -53,8 +48,8 @@ def made_by(source: SourceText, bindings: ImportBindings, *modules: str) -> set[
     """Return the names and attributes to which the program assigns calls of these modules of Keras, as text."""
     return {
         ast.unparse(target)
-        for node in ast.walk(source.tree)
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call)
+        for node in source.nodes(ast.Assign)
+        if isinstance(node.value, ast.Call)
         if full_name(bindings, node.value).startswith(tuple(f"keras.{module}" for module in modules))
         for target in node.targets
     }
@@ -64,9 +59,7 @@ def assigned(source: SourceText, value: ast.expr) -> ast.expr | None:
     """Return what the program assigns to a name or an attribute, if it does so exactly once."""
     name = ast.unparse(value) if isinstance(value, (ast.Name, ast.Attribute)) else ""
     made = [
-        node.value
-        for node in ast.walk(source.tree)
-        if isinstance(node, ast.Assign) and any(ast.unparse(target) == name for target in node.targets)
+        node.value for node in source.nodes(ast.Assign) if any(ast.unparse(target) == name for target in node.targets)
     ]
     return made[0] if len(made) == 1 else None
 
@@ -90,16 +83,15 @@ def _appended(source: SourceText, call: ast.Call, text: str) -> Edit:
 
 def aliases(source: SourceText, bindings: ImportBindings) -> Iterator[Edit]:
     """Replace ``keras = tf.keras`` by ``import keras``."""
-    for node in source.statements():
-        if isinstance(node, ast.Assign):
-            module = translated(bindings.name_of(node.value))
-            if module in ("keras", "lockstep") and [ast.unparse(target) for target in node.targets] == [module]:
-                yield source.replaced(node, f"import {module}")
+    for node in source.nodes(ast.Assign):
+        module = translated(bindings.name_of(node.value))
+        if module in ("keras", "lockstep") and [ast.unparse(target) for target in node.targets] == [module]:
+            yield source.replaced(node, f"import {module}")
 
 
 def activations(source: SourceText, bindings: ImportBindings) -> Iterator[Edit]:
     """Rewrite activations: ``activation=tf.nn.relu`` becomes ``activation="relu"``."""
-    for call in calls(source):
+    for call in source.nodes(ast.Call):
         for value in activations_of(call, full_name(bindings, call)):
             name = bindings.name_of(value)
             short = name.removeprefix("tensorflow.nn.")
@@ -118,22 +110,22 @@ def reductions(source: SourceText, bindings: ImportBindings) -> Iterator[Edit]:
 
 def strategy_methods(source: SourceText, bindings: ImportBindings) -> Iterator[Edit]:
     """Rename old methods of a strategy: ``experimental_run_v2`` becomes ``run``."""
-    for node in ast.walk(source.tree):
-        if isinstance(node, ast.Attribute) and node.attr in STRATEGY_METHODS:
+    for node in source.nodes(ast.Attribute):
+        if node.attr in STRATEGY_METHODS:
             yield _renamed(source, node, STRATEGY_METHODS[node.attr])
 
 
 def metric_resets(source: SourceText, bindings: ImportBindings) -> Iterator[Edit]:
     """Rename ``reset_states`` of metrics to ``reset_state``; layers keep the name."""
     metrics = made_by(source, bindings, "metrics.")
-    for node in ast.walk(source.tree):
-        if isinstance(node, ast.Attribute) and node.attr == "reset_states" and ast.unparse(node.value) in metrics:
+    for node in source.nodes(ast.Attribute):
+        if node.attr == "reset_states" and ast.unparse(node.value) in metrics:
             yield _renamed(source, node, "reset_state")
-        if isinstance(node, ast.ClassDef):
-            methods = {method.name for method in node.body if isinstance(method, ast.FunctionDef)}
-            is_metric = any(translated(bindings.name_of(base)).startswith("keras.metrics.") for base in node.bases)
-            if is_metric and "reset_states" in methods and "reset_state" not in methods:
-                yield from _own_resets(source, node)
+    for own in source.nodes(ast.ClassDef):
+        methods = {method.name for method in own.body if isinstance(method, ast.FunctionDef)}
+        is_metric = any(translated(bindings.name_of(base)).startswith("keras.metrics.") for base in own.bases)
+        if is_metric and "reset_states" in methods and "reset_state" not in methods:
+            yield from _own_resets(source, own)
 
 
 def _own_resets(source: SourceText, metric: ast.ClassDef) -> Iterator[Edit]:
@@ -151,8 +143,8 @@ _SETTINGS = ("args", "cfg", "conf", "config", "flags", "hparams", "params")  # T
 def learning_rates(source: SourceText, bindings: ImportBindings) -> Iterator[Edit]:
     """Rename ``model.optimizer.lr`` to ``model.optimizer.learning_rate``."""
     optimizers = made_by(source, bindings, "optimizers.")
-    for node in ast.walk(source.tree):
-        if isinstance(node, ast.Attribute) and node.attr == "lr":
+    for node in source.nodes(ast.Attribute):
+        if node.attr == "lr":
             model = owner_of_optimizer(node)
             if ast.unparse(node.value) in optimizers or (model and is_model(source, bindings, model)):
                 yield _renamed(source, node, "learning_rate")
@@ -160,22 +152,23 @@ def learning_rates(source: SourceText, bindings: ImportBindings) -> Iterator[Edi
 
 def owner_of_optimizer(rate: ast.Attribute) -> ast.expr | None:
     """Return ``model`` of ``model.optimizer.lr``; None for other attributes, and for ``config.optimizer.lr``."""
-    is_optimizer = isinstance(rate.value, ast.Attribute) and rate.value.attr == "optimizer"
     is_setting = not {*_SETTINGS}.isdisjoint(ast.unparse(rate).lower().split("."))
-    return rate.value.value if is_optimizer and not is_setting else None  # type: ignore[attr-defined]  # Checked above.
+    if isinstance(rate.value, ast.Attribute) and rate.value.attr == "optimizer" and not is_setting:
+        return rate.value.value
+    return None
 
 
 def is_model(source: SourceText, bindings: ImportBindings, owner: ast.expr) -> bool:
     """Return whether an expression is a model of Keras, by its name, its assignment or its training."""
     text = ast.unparse(owner)
-    is_trained = any(ast.unparse(call.func) in (f"{text}.compile", f"{text}.fit") for call in calls(source))
+    is_trained = any(ast.unparse(call.func) in (f"{text}.compile", f"{text}.fit") for call in source.nodes(ast.Call))
     made = made_by(source, bindings, "Model", "Sequential", "applications.", "models.")
     return text.endswith("model") or is_trained or text in made
 
 
 def one_device_strategy(source: SourceText, bindings: ImportBindings) -> Iterator[Edit]:
     """Replace ``OneDeviceStrategy(device)`` by a mirrored strategy of one device."""
-    for call in calls(source):
+    for call in source.nodes(ast.Call):
         is_it = bindings.name_of(call.func) == "tensorflow.distribute.OneDeviceStrategy"
         given = [*call.args, *(keyword.value for keyword in call.keywords)]
         if is_it and len(given) == 1 and bindings.is_import_at(call, "lockstep"):
@@ -184,14 +177,14 @@ def one_device_strategy(source: SourceText, bindings: ImportBindings) -> Iterato
 
 def add_n(source: SourceText, bindings: ImportBindings) -> Iterator[Edit]:
     """Replace ``tf.add_n(model.losses)`` by ``sum(model.losses)``, as the losses are arrays of JAX."""
-    for call in calls(source):
+    for call in source.nodes(ast.Call):
         if bindings.name_of(call.func) == "tensorflow.add_n" and len(call.args) == 1 and not call.keywords:
             yield source.replaced(call.func, "sum")
 
 
 def batch_normalization(source: SourceText, bindings: ImportBindings) -> Iterator[Edit]:
     """Replace ``SyncBatchNormalization`` by ``BatchNormalization(synchronized=True)``."""
-    for call in calls(source):
+    for call in source.nodes(ast.Call):
         if full_name(bindings, call) == _SYNCHRONIZED and bindings.is_import_at(call, "keras"):
             yield source.replaced(call.func, "keras.layers.BatchNormalization")
             yield _appended(source, call, "synchronized=True")
@@ -199,7 +192,7 @@ def batch_normalization(source: SourceText, bindings: ImportBindings) -> Iterato
 
 def old_arguments(source: SourceText, bindings: ImportBindings) -> Iterator[Edit]:
     """Rename arguments: ``lr`` of an optimizer to ``learning_rate``, ``backup_dir`` to ``directory``."""
-    for call in calls(source):
+    for call in source.nodes(ast.Call):
         for keyword in call.keywords:
             old, new = keyword.arg, _new_argument(full_name(bindings, call), keyword.arg)
             if old and new:
@@ -215,7 +208,7 @@ def _new_argument(name: str, argument: str | None) -> str | None:
 
 def integer_sizes(source: SourceText, bindings: ImportBindings) -> Iterator[Edit]:
     """Convert sizes of layers to ``int``: ``Embedding(np.max(x) + 1, 16)``; Keras 3 accepts no integers of NumPy there."""
-    for call in calls(source):
+    for call in source.nodes(ast.Call):
         name = full_name(bindings, call)
         sizes = _SIZES.get(name.removeprefix("keras.layers."), ())
         for argument, value in arguments_of(call, name).items():
@@ -237,7 +230,7 @@ def _is_of_numpy(source: SourceText, bindings: ImportBindings, value: ast.expr, 
 
 def _is_numpy(source: SourceText, function: ast.expr) -> bool:
     """Return whether a function belongs to NumPy, under the name by which the program imports it."""
-    imported = [alias for node in ast.walk(source.tree) if isinstance(node, ast.Import) for alias in node.names]
+    imported = [alias for node in source.nodes(ast.Import) for alias in node.names]
     names = {alias.asname or alias.name for alias in imported if alias.name == "numpy"}
     while isinstance(function, ast.Attribute):
         function = function.value
@@ -256,7 +249,7 @@ def cache_first(source: SourceText, bindings: ImportBindings) -> Iterator[Edit]:
         before = source.span(_owner(methods[-1]))[1]
         yield Edit(before, before, source.text[start:end])
         yield Edit(start, end, "")
-        yield from (_with_one_order(source, method) for method in methods if _method(method) == "shuffle")
+        yield from (_with_one_order(source, method) for method in methods if method_of(method) == "shuffle")
 
 
 def _with_one_order(source: SourceText, shuffle: ast.Call) -> Edit:
@@ -271,10 +264,10 @@ def _late_caches(source: SourceText) -> Iterator[tuple[ast.Call, list[ast.Call]]
 
     A cache in a file stays: the file may be there, with the rows of that place. So does one after calls with ``*`` or ``**``.
     """
-    for call in calls(source):
+    for call in source.nodes(ast.Call):
         methods, is_in_memory = [], not (call.args or call.keywords)
-        before = _owner(call) if _method(call) == "cache" and is_in_memory else None
-        while isinstance(before, ast.Call) and _method(before) in _BEFORE_CACHE:
+        before = _owner(call) if method_of(call) == "cache" and is_in_memory else None
+        while isinstance(before, ast.Call) and method_of(before) in _BEFORE_CACHE:
             methods.append(before)
             before = _owner(before)
         if methods and not any(map(_is_unpacked, methods)):
@@ -286,7 +279,7 @@ def _is_unpacked(call: ast.Call) -> bool:
     return any(isinstance(one, ast.Starred) for one in call.args) or any(one.arg is None for one in call.keywords)
 
 
-def _method(call: ast.Call) -> str:
+def method_of(call: ast.Call) -> str:
     """Return the name of the called method; empty if a name is called."""
     return call.func.attr if isinstance(call.func, ast.Attribute) else ""
 
@@ -323,7 +316,7 @@ _MODELS = ("keras.Model", "keras.models.Model")
 
 def _claims_of_logits(source: SourceText, bindings: ImportBindings) -> Iterator[tuple[ast.expr, str]]:
     """Iterate over the values of ``from_logits=True``, with the activation whose result the loss takes without it."""
-    for call in calls(source):
+    for call in source.nodes(ast.Call):
         names = [bindings.name_of(one).lower() for one in (call.func, *call.args)]  # partial(loss, from_logits=True)
         for keyword in call.keywords:
             if keyword.arg == "from_logits" and isinstance(keyword.value, ast.Constant) and keyword.value.value is True:
@@ -335,41 +328,39 @@ def _has_activation(source: SourceText, bindings: ImportBindings, activation: st
 
     Elsewhere, such a function or layer makes probabilities of what a model returns, or attention.
     """
-    nodes = list(ast.walk(source.tree))
     named = {id(one.node) for one in bindings.chains if one.name.rpartition(".")[2].lower() == activation}
-    inside = {id(node) for model in _own_models(nodes, bindings) for node in ast.walk(model)}
-    lists = [node.elts for node in nodes if isinstance(node, ast.List)]
-    made = [node.func for node in nodes if isinstance(node, ast.Call)]  # As in Softmax()(x).
+    inside = {id(node) for model in _own_models(source, bindings) for node in ast.walk(model)}
+    lists = [node.elts for node in source.nodes(ast.List)]
+    made = [node.func for node in source.nodes(ast.Call)]  # As in Softmax()(x).
     made += [one[-1] for one in lists if one and all(isinstance(each, ast.Call) for each in one)]
     layers = [one.func for one in made if isinstance(one, ast.Call)]
-    words = [node.value for node in nodes if isinstance(node, ast.Constant)]
+    words = [node.value for node in source.nodes(ast.Constant)]
     return activation in words or bool(named & inside) or any(id(layer) in named for layer in layers)
 
 
-def _own_models(nodes: Sequence[ast.AST], bindings: ImportBindings) -> list[ast.ClassDef]:
+def _own_models(source: SourceText, bindings: ImportBindings) -> list[ast.ClassDef]:
     """Return the classes of a program that are models, also by way of other ones, in their order."""
     found: dict[str, ast.ClassDef] = {}
-    for node in nodes:
-        if isinstance(node, ast.ClassDef):
-            is_own = any(isinstance(base, ast.Name) and base.id in found for base in node.bases)
-            if is_own or any(translated(bindings.name_of(base)) in _MODELS for base in node.bases):
-                found[node.name] = node
+    for node in source.nodes(ast.ClassDef):
+        is_own = any(isinstance(base, ast.Name) and base.id in found for base in node.bases)
+        if is_own or any(translated(bindings.name_of(base)) in _MODELS for base in node.bases):
+            found[node.name] = node
     return list(found.values())
 
 
 def _last_activations(source: SourceText, bindings: ImportBindings) -> Iterator[str]:
     """Return the last activation of each sequential model, as far as the source shows it; other models give an empty string."""
-    for call in calls(source):
+    for call in source.nodes(ast.Call):
         if full_name(bindings, call) not in ("keras.Sequential", "keras.models.Sequential"):
             continue
         if call.args and isinstance(call.args[0], ast.List) and call.args[0].elts:
             yield _activation(call.args[0].elts[-1])
         else:
-            added = [one for one in calls(source) if isinstance(one.func, ast.Attribute) and one.func.attr == "add"]
+            added = [one for one in source.nodes(ast.Call) if method_of(one) == "add"]
             last = max(added, key=lambda one: one.lineno, default=None)
             yield _activation(last.args[0]) if last and last.args else ""
-    bases = [base for node in ast.walk(source.tree) if isinstance(node, ast.ClassDef) for base in node.bases]
-    made = [bindings.name_of(one) for one in (*bases, *(call.func for call in calls(source)))]
+    bases = [base for node in source.nodes(ast.ClassDef) for base in node.bases]
+    made = [bindings.name_of(one) for one in (*bases, *(call.func for call in source.nodes(ast.Call)))]
     if any(translated(name) in _MODELS for name in made):
         yield ""
 
@@ -392,26 +383,26 @@ _GROWTH = "tensorflow.config.experimental.set_memory_growth"
 
 def logical_devices(source: SourceText, bindings: ImportBindings) -> Iterator[Edit]:
     """Rewrite the statement that creates logical devices, if there is exactly one."""
-    found = [node for node in source.statements() if _called(node, bindings) in _SET]
+    found = [(statement, call) for statement, call in _call_statements(source) if bindings.name_of(call.func) in _SET]
     if len(found) != 1:
         return
-    call = found[0].value  # type: ignore[attr-defined]  # Checked by _called.
+    statement, call = found[0]
     platform, number = _platform(source, bindings, call), _count(call)
     if platform == "CPU" and number and bindings.is_import_at(call, "lockstep"):
-        yield source.replaced(found[0], f"lockstep.config.set_logical_cpu_devices({number})")
-    strategies = [one for one in calls(source) if full_name(bindings, one) == "lockstep.MirroredStrategy"]
+        yield source.replaced(statement, f"lockstep.config.set_logical_cpu_devices({number})")
+    strategies = [one for one in source.nodes(ast.Call) if full_name(bindings, one) == "lockstep.MirroredStrategy"]
     is_alone = len(strategies) == 1 and not (strategies[0].args or strategies[0].keywords)
     if platform == "GPU" and number > 1 and is_alone and _is_first(source, call):
-        yield source.replaced(found[0], "pass  # The strategy has all replicas on gpu:0, and uses no other GPU.")
+        yield source.replaced(statement, "pass  # The strategy has all replicas on gpu:0, and uses no other GPU.")
         yield _appended(source, strategies[0], f'["gpu:0"], replicas={number}')
 
 
 def memory_limits(source: SourceText, bindings: ImportBindings) -> Iterator[Edit]:
     """Replace the statements that limit the memory of a GPU by a comment; the strategy keeps all GPUs."""
-    for node in source.statements():
-        if _called(node, bindings) in _SET and _is_limit(node.value):  # type: ignore[attr-defined]  # Checked by _called.
+    for statement, call in _call_statements(source):
+        if bindings.name_of(call.func) in _SET and _is_limit(call):
             text = "pass  # On JAX: export XLA_PYTHON_CLIENT_MEM_FRACTION=0.25, the part of a GPU's memory to take"
-            yield source.replaced(node, text)
+            yield source.replaced(statement, text)
 
 
 def _is_limit(call: ast.Call) -> bool:
@@ -423,15 +414,16 @@ def _is_limit(call: ast.Call) -> bool:
 
 def memory_growth(source: SourceText, bindings: ImportBindings) -> Iterator[Edit]:
     """Replace ``set_memory_growth`` by a comment with the environment variable of JAX."""
-    for node in source.statements():
-        if _called(node, bindings) == _GROWTH:
-            yield source.replaced(node, "pass  # On JAX: export XLA_PYTHON_CLIENT_PREALLOCATE=false")
+    for statement, call in _call_statements(source):
+        if bindings.name_of(call.func) == _GROWTH:
+            yield source.replaced(statement, "pass  # On JAX: export XLA_PYTHON_CLIENT_PREALLOCATE=false")
 
 
-def _called(node: ast.stmt, bindings: ImportBindings) -> str:
-    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
-        return bindings.name_of(node.value.func)
-    return ""
+def _call_statements(source: SourceText) -> Iterator[tuple[ast.Expr, ast.Call]]:
+    """Iterate over the statements that only call a function, with the call."""
+    for statement in source.nodes(ast.Expr):
+        if isinstance(statement.value, ast.Call):
+            yield statement, statement.value
 
 
 def _count(call: ast.Call) -> int:
@@ -454,8 +446,8 @@ def _is_first(source: SourceText, call: ast.Call) -> bool:
 def _platform(source: SourceText, bindings: ImportBindings, call: ast.Call) -> str:
     """Return ``"CPU"`` or ``"GPU"`` if the argument of the call is a list of such devices; else an empty string."""
     names = {node.id for node in ast.walk(call.args[0]) if isinstance(node, ast.Name)} if call.args else set()
-    for node in ast.walk(source.tree):
-        if isinstance(node, ast.Assign) and any(isinstance(to, ast.Name) and to.id in names for to in node.targets):
+    for node in source.nodes(ast.Assign):
+        if any(isinstance(to, ast.Name) and to.id in names for to in node.targets):
             for listed in (one for one in ast.walk(node.value) if isinstance(one, ast.Call)):
                 kind = [*listed.args, *(keyword.value for keyword in listed.keywords)]
                 if bindings.name_of(listed.func) in _LIST and len(kind) == 1 and isinstance(kind[0], ast.Constant):
@@ -494,22 +486,24 @@ def task_as_default(source: SourceText, bindings: ImportBindings) -> Iterator[Ed
 
 def _assignments_of_tasks(source: SourceText) -> Iterator[tuple[ast.Assign, ast.Subscript]]:
     """Iterate over the assignments of ``TF_CONFIG``, with their targets, in a program with a literal task."""
-    if any(map(_is_task, ast.walk(source.tree))):
-        for node in ast.walk(source.tree):
-            target = node.targets[0] if isinstance(node, ast.Assign) and len(node.targets) == 1 else None
-            if isinstance(node, ast.Assign) and isinstance(target, ast.Subscript) and _is_entry(target):
+    if any(map(_is_task, source.nodes(ast.Dict))):
+        for node in source.nodes(ast.Assign):
+            target = node.targets[0] if len(node.targets) == 1 else None
+            if isinstance(target, ast.Subscript) and _is_entry(target):
                 yield node, target
 
 
 def _is_for_one_task(source: SourceText, node: ast.Assign) -> bool:
     """Return whether an assignment always has the literal task: in no loop, nor in a function that may get another one."""
-    around = [one for one in source.statements() if isinstance(one, (*_LOOPS, *_FUNCTIONS)) and node in ast.walk(one)]
+    around = [
+        one for one in source.nodes(ast.stmt) if isinstance(one, (*_LOOPS, *_FUNCTIONS)) and node in ast.walk(one)
+    ]
     return not any(isinstance(one, _LOOPS) or _may_get_task(source, one) for one in around)
 
 
 def _may_get_task(source: SourceText, function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
     """Return whether a function may set other tasks than the literal one: it has arguments, or several calls, and no literal task."""
-    called = [one for one in calls(source) if isinstance(one.func, ast.Name) and one.func.id == function.name]
+    called = [one for one in source.nodes(ast.Call) if isinstance(one.func, ast.Name) and one.func.id == function.name]
     given = function.args
     has_arguments = bool(given.posonlyargs or given.args or given.kwonlyargs or given.vararg or given.kwarg)
     return (has_arguments or len(called) != 1) and not any(map(_is_task, ast.walk(function)))
@@ -548,10 +542,12 @@ def worker_differences(source: SourceText, bindings: ImportBindings) -> Iterator
             yield call, _SEED
     for node, _ in _assignments_of_tasks(source):
         yield node, _TASKS
-    is_seeded = any(bindings.name_of(call.func).endswith((".set_seed", ".set_random_seed")) for call in calls(source))
-    has_task = any(map(_is_task, ast.walk(source.tree)))
-    for call in calls(source):
-        name = call.func.attr if isinstance(call.func, ast.Attribute) else ""
+    is_seeded = any(
+        bindings.name_of(call.func).endswith((".set_seed", ".set_random_seed")) for call in source.nodes(ast.Call)
+    )
+    has_task = any(map(_is_task, source.nodes(ast.Dict)))
+    for call in source.nodes(ast.Call):
+        name = method_of(call)
         given = {keyword.arg: keyword.value for keyword in call.keywords}
         if name in _SEEDED and "seed" not in given and not any(map(is_false, (*call.args, given.get("shuffle")))):
             yield call, f"{name}: {_SAME_ORDER}; write seed=1"
@@ -577,9 +573,9 @@ def is_false(node: ast.AST | None) -> bool:
 
 def _without_seed(source: SourceText) -> Iterator[ast.Call]:
     """Iterate over calls ``.shuffle(rows)`` of data sets without a seed, which would be the second argument."""
-    for call in calls(source):
+    for call in source.nodes(ast.Call):
         names = {keyword.arg for keyword in call.keywords}
-        is_shuffle = _method(call) == "shuffle" and names <= _OF_SHUFFLE
+        is_shuffle = method_of(call) == "shuffle" and names <= _OF_SHUFFLE
         if is_shuffle and len(call.args) < 2 and (call.args or "buffer_size" in names):
             yield call
 

@@ -11,13 +11,15 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib import import_module
-from typing import Any
+from typing import Any, TypeVar
 
 import keras
 
 from lockstep._errors import OptionError
 from lockstep._keras.graph import is_keras_class
 from lockstep.tools.migrate.symbol_map import translated
+
+Node = TypeVar("Node", bound=ast.AST)
 
 
 @dataclass(frozen=True)
@@ -98,8 +100,7 @@ class SourceText:
 
     @cached_property
     def _in_format_strings(self) -> set[ast.AST]:
-        formatted = (node for node in ast.walk(self.tree) if isinstance(node, ast.FormattedValue))
-        return {inner for node in formatted for inner in ast.walk(node)}
+        return {inner for node in self.nodes(ast.FormattedValue) for inner in ast.walk(node)}
 
     def can_quote(self, node: ast.AST) -> bool:
         """Return whether a string can replace a node: up to Python 3.11 its quotes may end the f-string around it."""
@@ -113,9 +114,13 @@ class SourceText:
             text = before + newline + last.partition("  #")[0]
         return Edit(start, end, text)
 
-    def statements(self) -> Iterator[ast.stmt]:
-        """Return all statements, also nested ones."""
-        return (node for node in ast.walk(self.tree) if isinstance(node, ast.stmt))
+    @cached_property
+    def _nodes(self) -> list[ast.AST]:
+        return list(ast.walk(self.tree))
+
+    def nodes(self, kind: type[Node]) -> Iterator[Node]:
+        """Iterate over all nodes of a kind, outer ones first."""
+        return (node for node in self._nodes if isinstance(node, kind))
 
     def with_edits(self, edits: Iterable[Edit]) -> "SourceText":
         """Apply edits, which must not overlap; those at the same position keep their order."""
@@ -142,10 +147,9 @@ class Scopes:
     """
 
     def __init__(self, source: SourceText, aliases: Collection[ast.AST] = ()) -> None:
-        nodes = list(ast.walk(source.tree))
-        self._parents = {child: node for node in nodes for child in ast.iter_child_nodes(node)}
+        self._parents = {child: node for node in source.nodes(ast.AST) for child in ast.iter_child_nodes(node)}
         self._bound: dict[ast.AST, set[str]] = defaultdict(set)
-        for node in (node for node in nodes if node not in aliases):
+        for node in (node for node in source.nodes(ast.AST) if node not in aliases):
             for name in _bound_by(node):
                 self._bound[next(self._enclosing(node))].add(name)
 
@@ -267,9 +271,9 @@ class ImportBindings:
 
     @cached_property
     def _chains(self) -> list[DottedName]:
-        inner = {id(node.value) for node in ast.walk(self._source.tree) if isinstance(node, ast.Attribute)}
+        inner = {id(node.value) for node in self._source.nodes(ast.Attribute)}
         found = []
-        for node in ast.walk(self._source.tree):
+        for node in self._source.nodes(ast.expr):
             if isinstance(node, (ast.Attribute, ast.Name)) and id(node) not in inner:
                 words = _words(node)
                 if words and words[0] in self.modules:
@@ -292,8 +296,8 @@ class ImportBindings:
 
 def _module_names(source: SourceText, imported: Mapping[str, str]) -> Iterator[tuple[ast.Name, str, ast.stmt]]:
     """Iterate over the names that a program assigns modules of Keras to, with the full name of the module and the statement."""
-    for statement in source.statements():
-        if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
+    for statement in source.nodes(ast.Assign):
+        if len(statement.targets) == 1:
             target, (root, *rest) = statement.targets[0], _words(statement.value) or [""]
             full = ".".join([imported.get(root, ""), *rest])
             becomes = translated(full)
@@ -303,7 +307,7 @@ def _module_names(source: SourceText, imported: Mapping[str, str]) -> Iterator[t
 
 def relevant_imports(source: SourceText) -> Iterator[ast.Import | ast.ImportFrom]:
     """Iterate over the imports from TensorFlow, Keras and Lockstep."""
-    for node in source.statements():
+    for node in source.nodes(ast.stmt):
         if isinstance(node, (ast.Import, ast.ImportFrom)) and is_relevant_import(node):
             yield node
 
@@ -386,7 +390,7 @@ def rewrite_names(source: SourceText, bindings: ImportBindings) -> Iterator[Edit
 
 def rewrite_imports(source: SourceText, bindings: ImportBindings) -> Iterator[Edit]:
     """Rewrite imports, and add those that the translated names need."""
-    used = {node.id for node in ast.walk(source.tree) if isinstance(node, ast.Name)}
+    used = {node.id for node in source.nodes(ast.Name)}
     statements = list(relevant_imports(source))
     written = {statement: _rewrite_import(statement, used, bindings) for statement in statements}
     missing = [name for name in ("keras", "lockstep") if _is_missing(name, source, bindings, written)]
@@ -410,13 +414,13 @@ def _is_missing(
     name: str, source: SourceText, bindings: ImportBindings, written: Mapping[ast.Import | ast.ImportFrom, list[str]]
 ) -> bool:
     """Return whether a module is used above its imports or outside of the functions that import it."""
-    functions = [node for node in ast.walk(source.tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    functions = [*source.nodes(ast.FunctionDef), *source.nodes(ast.AsyncFunctionDef)]
     around: dict[ast.AST, set[ast.AST]] = defaultdict(set)
     for function in functions:
         for node in ast.walk(function):
             around[node].add(function)
     imports = [statement for statement, lines in written.items() if name in _bound_names(lines)]
-    names = [node for node in ast.walk(source.tree) if isinstance(node, ast.Name) and node.id == name]
+    names = [node for node in source.nodes(ast.Name) if node.id == name]
     return not all(
         any(around[one] <= around[use] and one.lineno <= use.lineno for one in imports)
         for use in names
@@ -453,9 +457,8 @@ def _needs_tensorflow(lines: Iterable[str]) -> bool:
 
 def _reads_by_tensorflow(source: SourceText) -> bool:
     """Return whether functions of Keras or of TensorFlow Datasets read data by TensorFlow, even if its name is unused."""
-    nodes = list(ast.walk(source.tree))
-    names = [words[-1] for words in map(_words, nodes) if words]
-    modules = [module.partition(".")[0] for node in nodes for module in _modules_of(node)]
+    names = [words[-1] for words in map(_words, source.nodes(ast.expr)) if words]
+    modules = [module.partition(".")[0] for node in source.nodes(ast.stmt) for module in _modules_of(node)]
     return "tensorflow_datasets" in modules or any(name.endswith("_dataset_from_directory") for name in names)
 
 

@@ -25,7 +25,6 @@ from lockstep.tools.migrate import rewrite_rules, source
 from lockstep.tools.migrate.incompatibilities import find_incompatibilities
 from lockstep.tools.migrate.rewrite_rules import (
     activated_logits,
-    calls,
     is_for_workers,
     worker_differences,
 )
@@ -113,7 +112,7 @@ def _find_all(source: SourceText, bindings: ImportBindings) -> Iterator[tuple[as
             name = f"{statement.module}.{alias.name}" if isinstance(statement, ast.ImportFrom) else alias.name
             if alias.name != "*" and is_relevant_module(name) and (reason := _reason(name)):
                 yield statement, f"{short(name)}: {reason}"
-    for call in calls(source):
+    for call in source.nodes(ast.Call):
         name = bindings.name_of(call.func)
         for argument in _unknown_arguments(call, name):
             yield call, f"{name} has no argument {argument!r}: {_INSTEAD.get(argument, _LEAVE_OUT)}"
@@ -121,8 +120,8 @@ def _find_all(source: SourceText, bindings: ImportBindings) -> Iterator[tuple[as
     yield from worker_differences(source, bindings)
     yield from _ambiguous(bindings)
     yield from activated_logits(source, bindings)
-    for node in ast.walk(source.tree):
-        if isinstance(node, ast.Attribute) and node.attr == "extended" and isinstance(node.value, ast.Name):
+    for node in source.nodes(ast.Attribute):
+        if node.attr == "extended" and isinstance(node.value, ast.Name):
             yield node, _EXTENDED
 
 
@@ -159,7 +158,7 @@ def _unknown_arguments(call: ast.Call, name: str) -> list[str]:
 
 
 def _lines_of_statements(source: SourceText) -> list[tuple[int, int]]:
-    return [(source.first_line(one), one.end_lineno or one.lineno) for one in source.statements()]
+    return [(source.first_line(one), one.end_lineno or one.lineno) for one in source.nodes(ast.stmt)]
 
 
 def _first_line(statements: Iterable[tuple[int, int]], line: int) -> int:
