@@ -20,6 +20,7 @@ from lockstep._keras.graph import is_keras_class
 from lockstep.tools.migrate.symbol_map import translated
 
 Node = TypeVar("Node", bound=ast.AST)
+ImportNode = ast.Import | ast.ImportFrom
 
 
 @dataclass(frozen=True)
@@ -305,7 +306,7 @@ def _module_names(source: SourceText, imported: Mapping[str, str]) -> Iterator[t
                 yield target, full, statement
 
 
-def relevant_imports(source: SourceText) -> Iterator[ast.Import | ast.ImportFrom]:
+def relevant_imports(source: SourceText) -> Iterator[ImportNode]:
     """Iterate over the imports from TensorFlow, Keras and Lockstep."""
     for node in source.nodes(ast.stmt):
         if isinstance(node, (ast.Import, ast.ImportFrom)) and is_relevant_import(node):
@@ -395,23 +396,23 @@ def rewrite_imports(source: SourceText, bindings: ImportBindings) -> Iterator[Ed
     written = {statement: _rewrite_import(statement, used, bindings) for statement in statements}
     missing = [name for name in ("keras", "lockstep") if _is_missing(name, source, bindings, written)]
     first = next(one for one in source.tree.body if any(map(_loads_keras, ast.walk(one))))
-    staying = [one for one, lines in written.items() if one in source.tree.body and _needs_tensorflow(lines)]
+    staying = [one for one, imports in written.items() if one in source.tree.body and _need_tensorflow(imports)]
     top = _head(source, missing, first)
     if not staying and _reads_by_tensorflow(source):
         top += f"{_hide_gpus(source, [])}\n".lstrip("\n")
     if first not in written:  # A block that contains an import, or a package such as keras_tuner.
         at = source.span(first)[0] if _modules_of(first) else source.line_start(first)
         yield Edit(at, at, top)
-    for statement, lines in written.items():
+    for statement, imports in written.items():
         head = top if statement is first else ""
-        hidden = _hide_gpus(source, lines) if statement in staying[:1] else ""
-        text = head + _separator(source, statement).join(lines) + hidden
+        hidden = _hide_gpus(source, imports) if statement in staying[:1] else ""
+        text = head + _separator(source, statement).join(map(ast.unparse, imports)) + hidden
         if text != source.segment(statement):
             yield _replace_import(source, statement, text)
 
 
 def _is_missing(
-    name: str, source: SourceText, bindings: ImportBindings, written: Mapping[ast.Import | ast.ImportFrom, list[str]]
+    name: str, source: SourceText, bindings: ImportBindings, written: Mapping[ImportNode, list[ImportNode]]
 ) -> bool:
     """Return whether a module is used above its imports or outside of the functions that import it."""
     functions = [*source.nodes(ast.FunctionDef), *source.nodes(ast.AsyncFunctionDef)]
@@ -419,7 +420,7 @@ def _is_missing(
     for function in functions:
         for node in ast.walk(function):
             around[node].add(function)
-    imports = [statement for statement, lines in written.items() if name in _bound_names(lines)]
+    imports = [statement for statement, added in written.items() if name in _bound_names(added)]
     names = [node for node in source.nodes(ast.Name) if node.id == name]
     return not all(
         any(around[one] <= around[use] and one.lineno <= use.lineno for one in imports)
@@ -449,9 +450,9 @@ def _loads_keras(node: ast.AST) -> bool:
     return is_relevant_import(node) or any(module.startswith("keras") for module in _modules_of(node))
 
 
-def _needs_tensorflow(lines: Iterable[str]) -> bool:
-    """Return whether lines of imports import TensorFlow."""
-    modules = [module for node in ast.parse("\n".join(lines)).body for module in _modules_of(node)]
+def _need_tensorflow(imports: Iterable[ImportNode]) -> bool:
+    """Return whether one of the imports is of TensorFlow."""
+    modules = [module for node in imports for module in _modules_of(node)]
     return any(module.partition(".")[0] == "tensorflow" for module in modules)
 
 
@@ -462,14 +463,13 @@ def _reads_by_tensorflow(source: SourceText) -> bool:
     return "tensorflow_datasets" in modules or any(name.endswith("_dataset_from_directory") for name in names)
 
 
-def _hide_gpus(source: SourceText, lines: list[str]) -> str:
+def _hide_gpus(source: SourceText, imports: Iterable[ImportNode]) -> str:
     """Return the lines that hide the GPUs from TensorFlow, below the first import that stays; none if it has them."""
     if _HIDDEN in source.text:
         return ""
-    imports = [node for node in ast.parse("\n".join(lines)).body if isinstance(node, ast.Import)]
     names = [
         alias.asname or "tensorflow"
-        for alias in (alias for node in imports for alias in node.names)
+        for alias in (alias for node in imports if isinstance(node, ast.Import) for alias in node.names)
         if alias.name == "tensorflow" or (alias.name.startswith("tensorflow.") and not alias.asname)
     ]
     name = next(iter(names), "tensorflow")
@@ -494,29 +494,32 @@ def _replace_import(source: SourceText, statement: ast.stmt, text: str) -> Edit:
     return Edit(start, end + 1, "") if whole_line else Edit(start, end, "pass")
 
 
-def _rewrite_import(statement: ast.Import | ast.ImportFrom, used: set[str], bindings: ImportBindings) -> list[str]:
-    """Return the lines that replace an import statement."""
+def _rewrite_import(statement: ImportNode, used: set[str], bindings: ImportBindings) -> list[ImportNode]:
+    """Return the imports that replace an import statement."""
     if isinstance(statement, ast.Import):
-        lines = [line for alias in statement.names for line in _import_lines(alias, used)]
+        imports = [node for alias in statement.names for node in _imports_of_alias(alias, used)]
         same = [f"import {ast.unparse(alias)}" for alias in statement.names]
-        return [ast.unparse(statement)] if lines == same else lines
-    by_module: dict[str, list[str]] = {}
+        return [statement] if list(map(ast.unparse, imports)) == same else imports
+    by_module: dict[str, list[ast.alias]] = {}
     for alias in statement.names:
         full = f"{statement.module}.{alias.name}"
         becomes = translated(str(statement.module)) + ".*" if alias.name == "*" else bindings.translated(full)
         if not becomes.endswith("*") and not exists(becomes):
             becomes = full
         module, _, last = becomes.rpartition(".")
-        known = alias.asname or alias.name
-        by_module.setdefault(module, []).append(last if last == known or last == "*" else f"{last} as {known}")
-    return [line for module, items in by_module.items() for line in _lines_of(module, items)]
+        by_module.setdefault(module, []).append(_alias(last, alias.asname or alias.name))
+    return [node for module, names in by_module.items() for node in _imports(module, names)]
 
 
-def _lines_of(module: str, items: list[str]) -> list[str]:
-    return [f"from {module} import {', '.join(items)}"] if module else [f"import {item}" for item in items]
+def _imports(module: str, names: list[ast.alias]) -> list[ImportNode]:
+    return [ast.ImportFrom(module, names, 0)] if module else [ast.Import([name]) for name in names]
 
 
-def _import_lines(alias: ast.alias, used: set[str]) -> list[str]:
+def _alias(name: str, known: str) -> ast.alias:
+    return ast.alias(name, None if known in (name, "*") else known)
+
+
+def _imports_of_alias(alias: ast.alias, used: set[str]) -> list[ImportNode]:
     """Return the import of one module; none if its name is unused."""
     known = alias.asname or alias.name.partition(".")[0]
     if alias.name.partition(".")[0] in _REPLACED and known not in used:
@@ -526,12 +529,10 @@ def _import_lines(alias: ast.alias, used: set[str]) -> list[str]:
     if becomes == alias.name or not exists(becomes):
         becomes = alias.name
     elif module:
-        return _lines_of(module, [last if last == known else f"{last} as {known}"])
-    return [f"import {becomes}" + (f" as {alias.asname}" if alias.asname and alias.asname != becomes else "")]
+        return _imports(module, [_alias(last, known)])
+    return [ast.Import([_alias(becomes, alias.asname or becomes)])]
 
 
-def _bound_names(lines: Iterable[str]) -> set[str]:
-    """Return the names that lines of imports bind."""
-    tree = ast.parse("\n".join(lines))
-    aliases = [alias for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom)) for alias in node.names]
-    return {alias.asname or alias.name.partition(".")[0] for alias in aliases}
+def _bound_names(imports: Iterable[ImportNode]) -> set[str]:
+    """Return the names that imports bind."""
+    return {alias.asname or alias.name.partition(".")[0] for node in imports for alias in node.names}
