@@ -158,14 +158,8 @@ class DistributedDataset(WrappedSource):
 class DistributedIterator(Iterator[Any]):
     """Iterator over a distributed data set: ``tf.distribute.DistributedIterator``.
 
-    A thread reads and places batches ahead. When the iterator is garbage collected, the thread ends, and batches that were read but
-    not taken are given back to an input that cannot yield them again.
-
-    Args:
-        source: yields batches.
-        place: turns a batch into a tree of :class:`PerReplica`.
-        depth: number of batches to place ahead.
-        check: is called with each batch before it is placed.
+    A thread reads, checks and places ``depth`` batches ahead. When the iterator is garbage collected, the thread ends, and batches
+    that were read but not taken are given back to an input that cannot yield them again.
     """
 
     def __init__(

@@ -61,13 +61,7 @@ Function = Callable[..., Any]
 
 @dataclass(frozen=True)
 class _Arguments:
-    """Arguments of a call of ``run`` but for the values among them: calls of a function with equal ones share one compiled program.
-
-    Args:
-        structure: their tree structure.
-        are_values: which of them are values.
-        fixed: the others.
-    """
+    """Arguments of a call of ``run`` but for the values among them: calls of a function with equal ones share one compiled program."""
 
     structure: jax.tree_util.PyTreeDef
     are_values: tuple[bool, ...]
@@ -528,12 +522,7 @@ class _UnknownVariablesError(Exception):
 
 
 class _VariableAccess(keras.StatelessScope):
-    """Gives values to Keras variables, records which others are read, and records assignments instead of making them.
-
-    Args:
-        known: variables.
-        values: their values.
-    """
+    """Gives values to Keras variables, records which others are read, and records assignments instead of making them."""
 
     def __init__(self, known: Sequence[keras.Variable], values: list[Any]) -> None:
         super().__init__(state_mapping=list(zip(known, values, strict=True)))

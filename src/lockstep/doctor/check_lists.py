@@ -78,12 +78,7 @@ def run_checks(call: FitCall, checks: Iterable[Check]) -> list[Finding]:
 
 
 class FitChecks:
-    """Checks each call of ``fit`` and logs each finding once for a model; compiles nothing and reads a bounded number of values.
-
-    Args:
-        settings: settings of the run.
-        log: is called with a model and a sentence.
-    """
+    """Checks each call of ``fit`` and logs each finding once for a model; compiles nothing and reads a bounded number of values."""
 
     def __init__(self, settings: RuntimeSettings, log: Callable[[keras.Model, str], None]) -> None:
         self._settings, self._log = settings, log
@@ -93,12 +88,7 @@ class FitChecks:
     def observe_fit(
         self, model: keras.Model, data: tuple[Any, Any, Any], arguments: dict[str, Any]
     ) -> Callable[[Any], None] | None:
-        """Check a call.
-
-        Args:
-            model: the model.
-            data: inputs, targets and weights, as given.
-            arguments: further ones, by name.
+        """Check a call of ``fit``.
 
         Returns:
             A function to call with the first batch on the host, or None.
@@ -141,12 +131,7 @@ def with_batch(call: FitCall, batch: Any) -> FitCall:
 
 
 def check_call(call: FitCall, first: Any = None) -> list[Finding]:
-    """Return the findings about a call of ``fit`` and its data, without running a step.
-
-    Args:
-        call: the call.
-        first: the first batch of its input; None: it is unknown.
-    """
+    """Return the findings about a call of ``fit``, its data and its first batch, if that is known, without running a step."""
     call = replace(call, max_values=_MAX_VALUES)
     data = call if call.rows is not None or first is None else with_batch(call, first)
     return run_checks(call, CALL_CHECKS) + run_checks(data, BATCH_CHECKS)
@@ -165,12 +150,6 @@ _OPTIONS = ("batch_size", "shuffle", "class_weight", "steps_per_epoch")
 
 def examine(call: FitCall, functions: StepFunctions, fit_wrapper: FitWrapper, environ: Mapping[str, str]) -> Report:
     """Check a call of ``fit``, and run some training steps on a copy of the model's state.
-
-    Args:
-        call: with a compiled model.
-        functions: step functions of the model.
-        fit_wrapper: makes the input of ``fit``.
-        environ: environment variables of the process.
 
     Raises:
         ModelError: the model is not compiled.

@@ -106,14 +106,7 @@ def check_normalization(call: FitCall) -> Iterator[Finding]:
 
 @dataclass(frozen=True)
 class FitRecord:
-    """Batch size and learning rate of a call of ``fit``.
-
-    Args:
-        rows: number of rows of a global batch.
-        rate: the learning rate.
-        optimizer: class of the optimizer.
-        accumulated: number of batches whose gradients make one update.
-    """
+    """Global batch size and learning rate of a call of ``fit``, with the class of its optimizer, and how many batches make one update."""
 
     rows: int
     rate: float
@@ -273,12 +266,9 @@ class StepTimings:
 
 
 def read_batches(made: KerasInput) -> ProbedBatches:
-    """Read the first batches of an input and give them back.
+    """Read the first batches of an input, give them back, and close it.
 
     The global random state is restored afterwards, except for a generator: it has used the numbers for rows that it will yield.
-
-    Args:
-        made: the input; it is closed.
     """
     before, order, begun = capture_random_state(), made.order_state(), time.perf_counter()
     batches, seconds = [], []

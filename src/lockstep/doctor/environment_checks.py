@@ -268,13 +268,7 @@ def peers_of(membership: Membership) -> list[ClusterPeer]:
 def check_network(
     peers: Sequence[ClusterPeer], network: NetworkOptions = NO_SECRET, limit: float = LIMIT
 ) -> Iterator[Finding]:
-    """Find addresses that cannot be reached, or that are wrong.
-
-    Args:
-        peers: processes of the cluster.
-        network: network of this process.
-        limit: seconds for all connections.
-    """
+    """Find addresses that cannot be reached, or that are wrong; all connections together get ``limit`` seconds."""
     others = [peer for peer in peers if not peer.is_own]
     remote = [peer for peer in peers if not is_loopback(host_of(peer.address))]
     for peer in peers:

@@ -68,14 +68,8 @@ class _Update:
 class ChiefFit:
     """Chief in one call of ``fit``.
 
-    Args:
-        model: is compiled.
-        data: its input.
-        dispatcher: assigns batches to workers.
-        call: number of this call.
-        connect: gives the sharding plan and a client of the servers, once the model is built.
-        parts: number of parts of each batch, in synchronous training; None: each batch is an update by itself.
-        warn_once: takes a sentence about the model.
+    It calls ``connect`` once the model is built. In synchronous training each batch has so many ``parts``; with None it is an update
+    by itself.
     """
 
     def __init__(

@@ -22,15 +22,9 @@ def run_evaluator(
     call: int,
     log: Callable[[str], None],
 ) -> Published:
-    """Evaluate the servers' values after each epoch. Epochs that end during an evaluation are skipped, except the last one.
+    """Evaluate the servers' values, which the model gets, after each epoch, if there are validation data.
 
-    Args:
-        model: is built and compiled; it gets the values.
-        validation_data: as given to ``fit``; None: there is nothing to do.
-        task_client: client of the chief's task dispatcher.
-        client: client of the servers.
-        call: number of the call.
-        log: takes a line for each evaluation.
+    Epochs that end during an evaluation are skipped, except the last one.
 
     Returns:
         The result of the call.

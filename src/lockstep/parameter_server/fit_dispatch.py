@@ -43,13 +43,7 @@ _HOOKS, _HISTORY = "hooks of the data", "history"  # Sent as arrays, as they may
 
 
 class ChiefFitDispatch(ProcessGroup):
-    """Calls at the chief.
-
-    Args:
-        context: this process.
-        dispatcher: serves the other processes.
-        training: the strategy.
-    """
+    """Calls at the chief."""
 
     def __init__(
         self, context: ProcessContext, dispatcher: TaskDispatcher, training: function_scheduler_base.TrainingModels
@@ -143,13 +137,7 @@ class ChiefFitDispatch(ProcessGroup):
 
 
 class WorkerFitDispatch(ProcessGroup):
-    """Calls at a worker, a server or the evaluator.
-
-    Args:
-        context: this process.
-        task_client: client of the chief's task dispatcher.
-        training: the strategy.
-    """
+    """Calls at a worker, a server or the evaluator."""
 
     def __init__(
         self, context: ProcessContext, task_client: TaskClient, training: function_scheduler_base.TrainingModels

@@ -70,11 +70,6 @@ class TrainingModels(Protocol):
 class SchedulerBase(ABC):
     """One process in a custom training loop.
 
-    Args:
-        context: this process.
-        training: the strategy.
-        next_call: gives the number of the next call.
-
     Attributes:
         is_open: whether a function was scheduled since the last call of ``fit``, so that servers run.
         is_in_function: whether this process is running a scheduled function.

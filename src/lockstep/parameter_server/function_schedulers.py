@@ -65,14 +65,7 @@ Values = list[np.ndarray]
 
 
 class ChiefScheduler(SchedulerBase):
-    """Scheduler of the chief.
-
-    Args:
-        context: this process.
-        training: the strategy.
-        next_call: gives the number of the next call.
-        dispatcher: assigns functions to workers.
-    """
+    """Scheduler of the chief."""
 
     def __init__(
         self,
@@ -228,14 +221,7 @@ class ChiefScheduler(SchedulerBase):
 
 
 class WorkerScheduler(SchedulerBase):
-    """Scheduler of a process that is not the chief.
-
-    Args:
-        context: this process.
-        training: the strategy.
-        next_call: gives the number of the next call.
-        task_client: client of the chief's task dispatcher.
-    """
+    """Scheduler of a process that is not the chief."""
 
     def __init__(
         self, context: ProcessContext, training: TrainingModels, next_call: Callable[[], int], task_client: TaskClient
@@ -363,16 +349,7 @@ class WorkerScheduler(SchedulerBase):
 
 
 class FunctionRunner:
-    """Runs scheduled functions on one worker, and makes ``train_on_batch``, ``pull`` and ``push`` use the servers' variables.
-
-    Args:
-        model: whose variables the servers have.
-        training: the strategy.
-        task_client: client of the chief's task dispatcher.
-        call: number of the call.
-        connect: gives a client of the servers.
-        name: name of this worker.
-    """
+    """Runs scheduled functions on one worker, and makes ``train_on_batch``, ``pull`` and ``push`` use the servers' variables."""
 
     def __init__(
         self,

@@ -58,10 +58,7 @@ def part_of(batch: Any, part: int, parts: int) -> Any:
 def check_can_split(model: keras.Model, batch: Any, parts: int) -> None:
     """Refuse a model that must see all rows of a batch at once, which ``MirroredStrategy`` runs on the global batch for the same reasons.
 
-    Args:
-        model: is built and compiled.
-        batch: on the host.
-        parts: number of parts of the batch.
+    The batch is on the host.
 
     Raises:
         ModelError: its parts would not give the numbers of the batch.
@@ -82,12 +79,7 @@ def check_can_split(model: keras.Model, batch: Any, parts: int) -> None:
 
 
 class _SplitProof:
-    """Proves for each call of a model in a traced step that parts of its rows give the same results.
-
-    Args:
-        parts: number of parts.
-        rows: number of rows of the batch.
-    """
+    """Proves for each call of a model in a traced step that parts of its rows give the same results."""
 
     def __init__(self, parts: int, rows: int) -> None:
         self._parts, self._rows, self._is_in_call = parts, rows, False
@@ -118,10 +110,7 @@ class _SplitProof:
 def check_mean_loss(model: keras.Model, batch: Any, parts: int) -> str:
     """Refuse a model whose loss of a batch is not the mean of the losses of its rows, because parts would change the gradient.
 
-    Args:
-        model: is built and compiled.
-        batch: on the host.
-        parts: number of parts of the batch.
+    The batch is on the host.
 
     Returns:
         Why the losses cannot be compared; "" if they were, or if there is none.
@@ -214,11 +203,6 @@ def has_nan(result: GradientResult) -> bool:
 class GradientStep:
     """Gradient step of one worker, on the devices of its process.
 
-    Args:
-        model: is built and compiled.
-        functions: step functions of the model.
-        placement: the worker's devices.
-
     Raises:
         ModelError: the model must not be compiled; or, when it is called, its ``train_step`` updates variables in other ways than
             ``optimizer.stateless_apply``.
@@ -242,11 +226,7 @@ class GradientStep:
         return self._placement.replicas
 
     def set_optimizer(self, scalars: Mapping[str, float]) -> None:
-        """Set variables of the optimizer that are one number, such as the learning rate, for a ``train_step`` that reads them.
-
-        Args:
-            scalars: by number of the variable.
-        """
+        """Set numbers of the optimizer, such as the learning rate, by their places among its variables, for a ``train_step`` that reads them."""
         for number, value in scalars.items():
             self._optimizer[int(number)] = np.asarray(value, self._optimizer[int(number)].dtype)
 

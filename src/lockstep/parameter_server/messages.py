@@ -119,12 +119,7 @@ def check_only_values(message: Message, given: Sequence[ArraySpec]) -> None:
 def pull_response_check(
     requested: Arrays, held: Sequence[ArraySpec]
 ) -> Callable[[Message, tuple[ArraySpec, ...]], None]:
-    """Return a function that raises ProtocolError if the arrays of a pull's response are not those that were requested.
-
-    Args:
-        requested: the arrays of the request.
-        held: the variables of the server.
-    """
+    """Return a function that raises ProtocolError if the arrays of a pull's response are not those that were requested."""
     expected = []
     for spec in held:
         indices = requested.get(INDICES + spec.name)

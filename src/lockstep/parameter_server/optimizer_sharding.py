@@ -29,11 +29,6 @@ _NEED_WHOLE_VARIABLES = (keras.optimizers.Adafactor, keras.optimizers.Lamb, kera
 def check_optimizer(optimizer: keras.optimizers.Optimizer, plan: ShardingPlan, rules: UpdateRules = NO_RULES) -> None:
     """Refuse an optimizer whose update of one element depends on elements that another server holds.
 
-    Args:
-        optimizer: optimizer of the model.
-        plan: assignment of its variables to servers.
-        rules: rules of its variables.
-
     Raises:
         OptionError: the optimizer has such an update.
     """
@@ -139,11 +134,7 @@ class OptimizerState:
         self._locations = sorted(self._locate(slots, plan), key=lambda location: location.slot.number)
 
     def split(self, values: Sequence[Any]) -> list[dict[str, np.ndarray]]:
-        """Return for each server what :meth:`lockstep.parameter_server.variable_store.VariableStore.fill` takes besides values.
-
-        Args:
-            values: values of ``optimizer.variables``, in their order.
-        """
+        """Return for each server what ``VariableStore.prepare`` takes besides values, from the values of ``optimizer.variables``."""
         parts: list[dict[str, np.ndarray]] = [{} for _ in self._servers]
         for given, location in zip(values, self._locations, strict=True):
             value = np.asarray(given)

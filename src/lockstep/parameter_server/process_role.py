@@ -212,13 +212,7 @@ class ProcessContext:
     def connect_to_servers(
         self, plan: ShardingPlan, call: int, raise_failure: Callable[[], object] = lambda: None
     ) -> VariableClient:
-        """Connect to the variable servers.
-
-        Args:
-            plan: assignment of the variables to servers.
-            call: for which they serve.
-            raise_failure: raises why a server will not start, if that is known.
-        """
+        """Connect to the variable servers of a call; ``raise_failure`` raises why one will not start, if that is known."""
         return VariableClient(
             plan,
             self.role.servers,

@@ -230,9 +230,7 @@ def _connect_once(address: str, me: Peer, secret: bytes | None, seconds: float) 
 class ClientSession:
     """One connection of a client; a client that connects again has another session.
 
-    Args:
-        peer: the client.
-        is_gone: returns whether the client has closed the connection while it waits for a response.
+    A request that waits asks ``is_gone`` whether the client has closed the connection.
     """
 
     def __init__(self, peer: Peer, is_gone: Callable[[], bool] = lambda: False) -> None:

@@ -97,12 +97,7 @@ class ShardingPlan:
 def plan_shards(
     variables: Iterable[ArraySpec], servers: int, partitioner: PartitionFunction | None = None
 ) -> ShardingPlan:
-    """Assign shards to servers in turn, as ``tf.distribute`` does.
-
-    Args:
-        variables: in the order in which they were made.
-        servers: number of servers.
-        partitioner: gives the number of shards of a variable; None: each variable is one shard.
+    """Assign shards to servers in turn, as ``tf.distribute`` does; without a partitioner each variable is one shard.
 
     Raises:
         OptionError: the partitioner cuts along another axis than the first, or two variables have one name.

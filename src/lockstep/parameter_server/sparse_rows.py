@@ -60,13 +60,7 @@ def pad_rows(rows: SparseGradient, height: int) -> SparseGradient:
 
 
 def mean_gradient(value: jax.Array, weights: Sequence[jax.Array], gradients: Sequence[Gradient]) -> jax.Array:
-    """Return the weighted mean of the gradients of one variable, added in their order; traced.
-
-    Args:
-        value: value of the variable.
-        weights: weights of the gradients.
-        gradients: gradients of the variable.
-    """
+    """Return the weighted mean of the gradients of one variable, added in their order; traced."""
     first, *others = [_to_dense(value, gradient) for gradient in gradients]
     if not others:
         return first
@@ -122,11 +116,7 @@ class EmbeddingRows:
         self._program = jax.jit(lambda x: self._ids(*self._zeros(), x))
 
     def rows(self, x: Any) -> dict[str, np.ndarray]:
-        """Return by path the rows, rising, int32, of each table whose rows can be known before the step.
-
-        Args:
-            x: inputs of the batch.
-        """
+        """Return by path the rows, rising, int32, that inputs need of each table whose rows can be known before the step."""
         unknown = self.unknown_tables(x)
         if len(unknown) == len(self._tables):
             return {}
@@ -138,11 +128,7 @@ class EmbeddingRows:
         return self._tables[name].input_dim
 
     def unknown_tables(self, x: Any) -> dict[str, str]:
-        """Return by path the reason why the rows of a table cannot be known before a step.
-
-        Args:
-            x: inputs of the batch, or of one with the same shapes and dtypes.
-        """
+        """Return by path the reason why the rows of a table cannot be known before a step; only shapes and dtypes of the inputs count."""
         leaves, structure = jax.tree.flatten(x)
         signature = (structure, tuple((np.shape(leaf), jnp.result_type(leaf)) for leaf in leaves))
         if signature not in self._reasons:
@@ -273,11 +259,7 @@ class TouchedRows:
                 self._pull_whole(name, "the step uses rows that its layer does not look up")
 
     def needed_rows(self, x: Any) -> dict[str, np.ndarray]:
-        """Return by path the rows that a batch needs, rising, int32; a variable that is not in it is needed whole.
-
-        Args:
-            x: inputs of the batch.
-        """
+        """Return by path the rows that the inputs of a batch need, rising, int32; a variable that is not in it is needed whole."""
         known = self._embedding_rows.rows(x) if self._sparse else {}
         rows = {name: each for name, each in known.items() if name in self._sparse and self._is_worthwhile(name, each)}
         self.has_nan_rows = bool(rows)
@@ -316,12 +298,7 @@ class TouchedRows:
 
 
 class _SparseTable:
-    """Memory of a whole table that holds the rows of one batch, and NaN in all other rows.
-
-    Args:
-        shape: shape of the table.
-        dtype: dtype of the table.
-    """
+    """Memory of a whole table that holds the rows of one batch, and NaN in all other rows."""
 
     def __init__(self, shape: Sequence[int], dtype: np.dtype[Any]) -> None:
         self._value = jnp.full(shape, jnp.nan, dtype)
@@ -344,9 +321,6 @@ def _replace_rows(table: jax.Array, last: jax.Array, indices: jax.Array, values:
 
 def sparsify(gradients: Mapping[str, np.ndarray]) -> dict[str, Gradient]:
     """Return gradients as they are pushed: of large variables only the rows that are not zero, if these are at most half of them.
-
-    Args:
-        gradients: gradients of whole variables, by name.
 
     Example:
         >>> table = np.zeros((5000, 1), "float32")

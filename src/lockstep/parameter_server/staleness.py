@@ -91,11 +91,7 @@ class UpdateCounters:
         self.staleness: Counter[int] = Counter()
 
     def add(self, reports: Iterable[Mapping[str, Any]]) -> None:
-        """Count a finished batch.
-
-        Args:
-            reports: reports of the workers, one for each part of the batch.
-        """
+        """Count a finished batch, with a report for each of its parts."""
         self.batches += 1
         self.traffic += sum(report["bytes"] for report in reports)
 
@@ -105,13 +101,7 @@ class UpdateCounters:
 
 
 class StalenessMetrics(keras.callbacks.Callback):
-    """Adds ``updates_per_sec``, ``bytes_per_sec`` and ``staleness`` (its mean) to the logs of each epoch, and logs its distribution.
-
-    Args:
-        count: gives the current counters.
-        log: takes a line.
-        clock: gives seconds, and is not set back.
-    """
+    """Adds ``updates_per_sec``, ``bytes_per_sec`` and ``staleness`` (its mean) to the logs of each epoch, and logs its distribution."""
 
     def __init__(
         self,

@@ -175,9 +175,6 @@ def moves_by_a_share(first: np.ndarray, start: np.ndarray, second: np.ndarray) -
 class DeltaAccumulator:
     """The chief's values of non-trainable variables and metrics.
 
-    Args:
-        model: is built.
-
     Attributes:
         non_trainable: values of the non-trainable variables.
         metrics: values of the metrics' variables.
@@ -318,12 +315,6 @@ class FollowedState:
 
 class StateSync:
     """Exchange of the model's state between the chief, servers and workers.
-
-    Args:
-        model: is built and compiled.
-        dispatcher: publishes to the workers.
-        plan: assignment of the variables to servers.
-        client: client of the servers.
 
     Attributes:
         totals: values of non-trainable variables and metrics.

@@ -75,11 +75,7 @@ RunTask = Callable[[Task], Result]
 
 
 class CallEnded(Exception):  # noqa: N818 # Control flow, like StopIteration: it interrupts a wait of any depth.
-    """Raised by a wait if the chief has ended the call.
-
-    Args:
-        result: result of the call.
-    """
+    """Raised by a wait if the chief has ended the call, with its result."""
 
     def __init__(self, result: Published) -> None:
         super().__init__("the call is over")

@@ -21,12 +21,7 @@ OPTIMIZER = "optimizer/"  # Prefix of the optimizer's variables, which are numbe
 
 @dataclass(frozen=True)
 class VariableSnapshot:
-    """All values after the same update.
-
-    Args:
-        version: number of updates that made them.
-        values: by name.
-    """
+    """All values, by name, after ``version`` updates."""
 
     version: int
     values: Mapping[str, jax.Array]
@@ -193,13 +188,7 @@ def _build(
 def make_variable(
     spec: ArraySpec, value: np.ndarray | str = "zeros", kind: type[keras.Variable] = keras.Variable
 ) -> keras.Variable:
-    """Return a variable to build an optimizer for, with the path and name that it has in its model: some optimizers select by them.
-
-    Args:
-        spec: description of the variable, or of a shard.
-        value: value of the variable, or its initializer.
-        kind: class of the variable.
-    """
+    """Return a variable to build an optimizer for, with the path and name that it has in its model: some optimizers select by them."""
     *scopes, name = variable_name(spec).split("/")
     with contextlib.ExitStack() as stack:
         for scope in scopes:

@@ -50,17 +50,7 @@ Values = list[np.ndarray]
 
 
 class WorkerFit:
-    """One worker in one call of ``fit``.
-
-    Args:
-        model: is built and compiled.
-        step: computes its gradients.
-        batches: batches of its input.
-        task_client: client of the chief's task dispatcher.
-        client: client of the servers.
-        call: number of the call.
-        log: takes a line.
-    """
+    """One worker in one call of ``fit``."""
 
     def __init__(
         self,

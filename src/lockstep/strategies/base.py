@@ -47,11 +47,7 @@ _traced: ContextVar[tuple[contextlib.AbstractContextManager[None], ...]] = Conte
 
 
 class ReusableContext(contextlib.AbstractContextManager[Value], contextlib.ContextDecorator):
-    """A reentrant context manager, as the scopes of ``tf.distribute`` are.
-
-    Args:
-        new: returns a new context manager for each entry.
-    """
+    """A reentrant context manager, as the scopes of ``tf.distribute`` are: each entry makes a new one."""
 
     def __init__(self, new: Callable[[], contextlib.AbstractContextManager[Value]]) -> None:
         self._new, self._open = new, list[contextlib.AbstractContextManager[Value]]()

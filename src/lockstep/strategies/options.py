@@ -27,16 +27,7 @@ _is_alone = ContextVar("lockstep_alone", default=False)
 
 @dataclass(frozen=True)
 class StrategyOptions:
-    """Checked arguments of a strategy.
-
-    Args:
-        cross_device_ops: adds the devices' gradients.
-        replicas: number of replicas; None: one for each device.
-        deterministic: whether a step has the same bits on any number of devices.
-        shard: which variables are sharded over the devices.
-        recompute: which layers are recomputed in the backward pass.
-        input_options: how batches reach the devices.
-    """
+    """Checked arguments of a strategy, as in :class:`MirroredStrategy`."""
 
     cross_device_ops: CrossDeviceOps
     replicas: int | None
@@ -57,15 +48,8 @@ def prepare_process(
     """Check a strategy's arguments, then change the settings of the process that JAX reads when it starts.
 
     Call it before devices are looked up, which starts JAX: the thread pool and XLA's flags (if deterministic) and the memory
-    allocator are set here. Nothing is changed if an argument is wrong.
-
-    Args:
-        cross_device_ops: as in :class:`MirroredStrategy`.
-        replicas: as in :class:`MirroredStrategy`.
-        deterministic: as in :class:`MirroredStrategy`; None: as :func:`lockstep.config.set_deterministic` says.
-        input_options: as in :class:`MirroredStrategy`.
-        shard: as in :class:`MirroredStrategy`.
-        recompute: as in :class:`MirroredStrategy`.
+    allocator are set here. Nothing is changed if an argument is wrong. The arguments are those of :class:`MirroredStrategy`; if
+    ``deterministic`` is None, :func:`lockstep.config.set_deterministic` decides.
 
     Raises:
         BackendError: Keras does not run on JAX, or its version is unknown.

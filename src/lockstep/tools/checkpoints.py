@@ -87,12 +87,9 @@ def _arrays(manifest: Manifest) -> Iterator[str]:
 
 
 def import_checkpoint(export: str, directory: str, overwrite: bool) -> Loaded:
-    """Write an export of a whole checkpoint as a checkpoint again; no other checkpoint is removed.
+    """Write an export of a whole checkpoint as a checkpoint again, in a directory that is made if it is missing.
 
-    Args:
-        export: path of the export.
-        directory: directory of all checkpoints; it is made if it is not there.
-        overwrite: whether a checkpoint of the same step is replaced.
+    With ``overwrite`` a checkpoint of the same step is replaced; no other one is removed.
 
     Returns:
         The new checkpoint, as it was read again.

@@ -49,14 +49,7 @@ class ClusterMeasurement:
 def measure(
     devices: list[jax.Device], workers: tuple[int, ...], index: int, reduce: Reduce = sum_over_workers
 ) -> ClusterMeasurement:
-    """Check and time all-reduces over some workers.
-
-    Args:
-        devices: one of each worker.
-        workers: their numbers.
-        index: number of this worker, one of ``workers``.
-        reduce: sums an array over the devices.
-    """
+    """Check and time all-reduces over some workers, with one device of each."""
     placement = placement_on(devices, len(devices))
     medians = []
     for size in SIZES:
@@ -96,13 +89,9 @@ def _within_limit(
 def run_cluster_check(
     client: ControlClient, devices: list[jax.Device], reduce: Reduce = sum_over_workers, seconds: float = PAIR_SECONDS
 ) -> tuple[list[ClusterMeasurement], list[float]]:
-    """Measure every pair of workers, then all workers; every worker calls this function.
+    """Measure every pair of workers, then all workers, with one device of each, in their order; every worker calls this function.
 
-    Args:
-        client: control client of this worker.
-        devices: one of each worker, in their order.
-        reduce: sums an array over some devices.
-        seconds: limit of one measurement.
+    One measurement takes at most ``seconds``.
 
     Returns:
         The measurements, those of pairs first, and the offset of each clock from the chief's in seconds.

@@ -50,11 +50,6 @@ def look_at_cluster(environ: Mapping[str, str]) -> tuple[Report, tuple[str, ...]
 def examine_script(path: str, arguments: Sequence[str], network: Report | None = None) -> Report:
     """Run a script up to its first fit, examine that call, and end the script.
 
-    Args:
-        path: path of the script.
-        arguments: arguments of the script.
-        network: findings about the cluster.
-
     Raises:
         OptionError: the file does not exist, or the script calls no fit.
     """
@@ -79,12 +74,7 @@ def examine_script(path: str, arguments: Sequence[str], network: Report | None =
 
 
 def fit_call_of(first: FirstFit, compiled_at: str = "") -> FitCall:
-    """Return a script's call of ``fit`` as the checks take it.
-
-    Args:
-        first: the call.
-        compiled_at: file and line where the model was compiled, if they are known.
-    """
+    """Return a script's call of ``fit`` as the checks take it; ``compiled_at`` is a file and line, or ""."""
     given = dict(first.arguments)
     x, y, weight = (given.pop(name, None) for name in ("x", "y", "sample_weight"))
     return FitCall(first.model, x, y, weight, given, fit_at=first.where, compiled_at=compiled_at)

@@ -45,12 +45,7 @@ _GIB = 2**30
 
 
 def describe_environment(environment: Mapping[str, str], limit: float = 60.0) -> str:
-    """Describe machine, packages, devices and environment in several lines, without secrets.
-
-    Args:
-        environment: the variables of the process.
-        limit: seconds in which JAX must list its devices.
-    """
+    """Describe machine, packages, devices and environment, without secrets; JAX has ``limit`` seconds to list its devices."""
     allocator = choose_allocator(
         "auto", environment, library_folders(environment), glibc_version(), bool(visible_gpus(environment))
     )

@@ -145,12 +145,7 @@ _TRUE = ("1", "on", "t", "true", "y", "yes")
 
 
 def _check_jax_variables(path: str, given: Mapping[str, str]) -> None:
-    """Refuse a script that has set such variables, which JAX reads when it is imported, unless the command had them or nothing changes.
-
-    Args:
-        path: path of the script.
-        given: the environment before the script.
-    """
+    """Refuse a script that has set such variables, which JAX reads at its import, unless they were ``given`` before or nothing changes."""
     new = {name: os.environ[name] for name in _OF_NUMBERS if name in os.environ and name not in given}
     ignored = " ".join(f"{name}={shlex.quote(value)}" for name, value in new.items() if not _is_in_effect(name, value))
     if ignored:
@@ -283,11 +278,7 @@ def _describe_exit(code: int, output: str) -> str:
 
 
 def read_request(arguments: Sequence[str]) -> tuple[Any, Callable[[Any], None]]:
-    """Return the request of the parent, and a function that writes a result in place of the one before.
-
-    Args:
-        arguments: paths of the request and of the result.
-    """
+    """Return the request of the parent, and a function that writes a result in place of the one before; arguments are their paths."""
     request, result = map(Path, arguments)
     content = json.loads(request.read_text())
     die_with_parent(content.pop("parent"))

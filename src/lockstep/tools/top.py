@@ -25,13 +25,7 @@ _COLUMNS = ("worker", "host", "pid", "step", "does", "for", "waits for data", "r
 
 
 def watch(directory: str, interval: float, console: Console, sleep: Callable[[float], None] = time.sleep) -> None:
-    """Show the state repeatedly, until Ctrl-C.
-
-    Args:
-        directory: directory of the run.
-        interval: seconds between two updates.
-        console: output.
-        sleep: waits for some seconds.
+    """Show the state every ``interval`` seconds, until Ctrl-C.
 
     Raises:
         OptionError: there is no status file, or the interval is out of its range.
@@ -49,10 +43,6 @@ def watch(directory: str, interval: float, console: Console, sleep: Callable[[fl
 
 def picture(directory: str | Path, now: Callable[[], float] = time.time) -> RenderableType:
     """Render the state of a run.
-
-    Args:
-        directory: directory of the run.
-        now: returns the seconds since 1970.
 
     Raises:
         OptionError: there is no status file, or it cannot be read.

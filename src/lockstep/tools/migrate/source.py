@@ -140,12 +140,7 @@ _SCOPES = (ast.Module, ast.ClassDef, *_FUNCTIONS, *_COMPREHENSIONS)
 
 
 class Scopes:
-    """The names that a program binds in each scope, except imports from TensorFlow, Keras and Lockstep.
-
-    Args:
-        source: the program.
-        aliases: names that are assigned and do not count either.
-    """
+    """The names that a program binds in each scope, except imports from TensorFlow, Keras and Lockstep, and ``aliases``."""
 
     def __init__(self, source: SourceText, aliases: Collection[ast.AST] = ()) -> None:
         self._parents = {child: node for node in source.nodes(ast.AST) for child in ast.iter_child_nodes(node)}
@@ -221,9 +216,6 @@ class DottedName:
 
 class ImportBindings:
     """The imports of a program, and other names that it gives to modules of Keras, as in ``K = tf.keras.backend``.
-
-    Args:
-        source: the program.
 
     Attributes:
         modules: the full name for each name that an import of TensorFlow, Keras or Lockstep binds, or that is given to a module.

@@ -195,13 +195,7 @@ RULES: tuple[Rule, ...] = (
 
 @dataclass(frozen=True)
 class Translation:
-    """The translation of a program.
-
-    Args:
-        before: original text.
-        after: new text.
-        todos: what needs manual work, with the lines of ``after``.
-    """
+    """The translation of a program, with what needs manual work by lines of the new text."""
 
     before: str
     after: str
@@ -264,13 +258,7 @@ def _apply(rule: Rule, source: SourceText) -> SourceText:
 
 @dataclass(frozen=True)
 class Migration:
-    """The translation of one file.
-
-    Args:
-        path: as the user gave it.
-        translation: translation of the text.
-        is_written: whether the new text was written to the file.
-    """
+    """The translation of one file."""
 
     path: str
     translation: Translation
@@ -297,11 +285,7 @@ class Migration:
 
 
 def migrate(paths: Sequence[str], *, write: bool = False) -> list[Migration]:
-    """Translate the files of a program.
-
-    Args:
-        paths: paths of Python files.
-        write: whether to replace the files. Each is replaced atomically, and only if all can be translated.
+    """Translate the files of a program; with ``write`` replace each atomically, and only if all can be translated.
 
     Raises:
         OptionError: a file cannot be read or written, or is not valid Python.
@@ -354,10 +338,7 @@ _ONE_WORKER = {"cluster": {"worker": ["127.0.0.1:12421"]}, "task": {"type": "wor
 def run_migrate(paths: Sequence[str], *, write: bool, check: bool) -> int:
     """Translate the files of a program, and print the differences and the remaining work.
 
-    Args:
-        paths: paths of the files.
-        write: whether to write the new text to the files.
-        check: whether to run the new program up to its first ``fit`` and examine it with the doctor.
+    With ``check`` the new program is run up to its first ``fit``, which the doctor examines.
 
     Returns:
         The exit code: 0; 1 if work remains or the doctor has findings; 2 if the program fails before its first fit.

@@ -168,11 +168,7 @@ def compile_target(
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Survey the call of ``fit`` in the request, compile or measure its steps, and write the result: the entry point of the child.
-
-    Args:
-        arguments: paths of the request and of the result, two files of JSON.
-    """
+    """Survey the call of ``fit`` in the request, compile or measure its steps, and write the result: the entry point of the child."""
     request, write = read_request(arguments)
     target = target_from_json(request["target"]) if "target" in request else None
     reserve_devices(target.count if target and target.accelerator.platform == "cpu" else 1)
@@ -299,15 +295,7 @@ def check_steps(
     batches: Sequence[int],
     between: NetworkLink,
 ) -> tuple[list[Check], list[str]]:
-    """Predict and measure steps on the devices of this machine; the model does not change.
-
-    Args:
-        call: the call of ``fit``.
-        title: title of what is trained.
-        accelerators: by key.
-        strategies: names in ``STRATEGIES``.
-        batches: global batch sizes.
-        between: the link between two machines of GPUs.
+    """Predict and measure steps of some strategies and global batch sizes on the devices of this machine; the model does not change.
 
     Returns:
         The checks, and a line for each strategy or batch that could not be measured.

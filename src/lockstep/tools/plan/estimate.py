@@ -249,13 +249,9 @@ def repeat_row(row: Any, rows: int) -> Any:
 
 
 class StepCompiler:
-    """Compiles the training step of a call under one strategy for one target.
+    """Compiles the training step of a call under one strategy, such as "model:8", for one target.
 
-    Args:
-        call: the call of ``fit``.
-        target: the devices.
-        strategy: a name in ``STRATEGIES``, or such as "model:8".
-        devices: devices of the target; None: those that it describes.
+    Without ``devices``, those that the target describes are used.
 
     Raises:
         OptionError: see :meth:`Target.devices`.
@@ -351,12 +347,7 @@ class StepCompiler:
 
 
 def model_axis_of(strategy: str, devices: int) -> int:
-    """Return the size of the second axis of a strategy's mesh; 1: it has none.
-
-    Args:
-        strategy: a name, such as "replicated", "model" or "model:8".
-        devices: number of devices.
-    """
+    """Return the size of the second axis of the mesh of a strategy such as "model:8"; 1: it has none."""
     name, _, size = strategy.partition(":")
     if not STRATEGIES[name].has_mesh:
         return 1
@@ -366,13 +357,7 @@ def model_axis_of(strategy: str, devices: int) -> int:
 def planned_executor(
     call: TrainingCall, devices: Sequence[jax.Device], strategy: str, note: Callable[[str], None]
 ) -> SpmdExecutor:
-    """Return what runs the steps of a call under a strategy on these devices.
-
-    Args:
-        call: with a built model.
-        devices: those that train.
-        strategy: a name, such as "replicated", "model" or "model:8".
-        note: takes sentences about the model.
+    """Return what runs the steps of a call with a built model under a strategy on these devices.
 
     Raises:
         DeviceError: the size of a mesh's axis does not divide the devices.
@@ -539,14 +524,7 @@ class Estimate:
 def estimate(
     step: CompiledStep, surveyed: Survey, target: Target, strategy: str, between: NetworkLink
 ) -> Estimate | None:
-    """Estimate the time of a compiled step.
-
-    Args:
-        step: with its memory.
-        surveyed: operations of a row, and dtype.
-        target: the devices.
-        strategy: a name in ``STRATEGIES``, or such as "model:8".
-        between: the link between two machines of GPUs.
+    """Estimate the time of a compiled step; ``between`` links two machines of GPUs.
 
     Returns:
         The estimate; None if a figure of the hardware or of the model is unknown.

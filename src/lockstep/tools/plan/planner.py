@@ -380,12 +380,6 @@ def check_script(
 ) -> tuple[str, bool]:
     """Predict and measure steps of a script on the devices of this machine, and keep the ratios.
 
-    Args:
-        path: path of the script.
-        arguments: arguments of the script.
-        options: what is measured; targets are not needed.
-        environment: variables of this process.
-
     Returns:
         A text, and whether anything was measured.
 

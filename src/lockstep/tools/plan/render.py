@@ -39,12 +39,7 @@ _METHOD = (
 
 
 def text_of(plan: "Plan", *, is_terminal: bool = False) -> str:
-    """Render a plan as text, as wide as the terminal, but of at least 140 columns.
-
-    Args:
-        plan: to render.
-        is_terminal: whether to use colours.
-    """
+    """Render a plan as text, as wide as the terminal, but of at least 140 columns, with colours on a terminal."""
     file = io.StringIO()
     columns = max(_MIN_WIDTH, shutil.get_terminal_size((_MIN_WIDTH, 24)).columns)
     show = Console(file=file, width=columns, force_terminal=is_terminal, highlight=False).print

@@ -157,17 +157,7 @@ def scale_script(
     command: str,
     outputs: Sequence[str | None] = (),
 ) -> ScalingReport:
-    """Measure the training of a script; see :func:`scaling_report`.
-
-    Args:
-        path: path of the script.
-        arguments: arguments of the script.
-        devices: numbers of devices.
-        batch: global batch sizes.
-        budget: how much each setting trains.
-        options: what to predict.
-        command: the command line, for the report.
-        outputs: files that the report will be written to.
+    """Measure the training of a script; see :func:`scaling_report`. ``command`` is for the report, which is to be written to ``outputs``.
 
     Raises:
         OptionError: the script does not exist, an argument is out of its range, or a file cannot be written.
@@ -269,14 +259,7 @@ def _measure(
 def report_of(
     title: str, command: str, results: Sequence[SettingResult | SettingFailure], options: PredictionOptions
 ) -> ScalingReport:
-    """Build the report of measured settings.
-
-    Args:
-        title: title of what was measured.
-        command: that started the measurement.
-        results: one for each setting.
-        options: what to predict.
-    """
+    """Build the report of settings that a command has measured."""
     table = table_of(results)
     notes = list(dict.fromkeys(note for row in table.rows for note in row.measured.notes))
     return ScalingReport(

@@ -146,13 +146,7 @@ _STATUS = Path("/proc/self/status")
 
 
 def bare_step_seconds(model: keras.Model, function: Callable[[Any, Any], Any], batch: Any) -> float:
-    """Return the median seconds of the compiled training step, repeated on one batch; the model does not change.
-
-    Args:
-        model: compiled, and trained before.
-        function: its training function, already compiled.
-        batch: on the devices.
-    """
+    """Return the median seconds of the compiled training step, repeated on one batch on the devices; the trained model does not change."""
     state = jax.tree.map(jnp.copy, trainer.training_state(model, batch))
     batches = itertools.repeat(batch)
 
@@ -166,13 +160,7 @@ def bare_step_seconds(model: keras.Model, function: Callable[[Any, Any], Any], b
 
 
 def all_reduce_seconds(ops: CrossDeviceOps, devices: Sequence[jax.Device], arrays: Sequence[Any]) -> float:
-    """Return the median seconds of an all-reduce, less those of a program without it.
-
-    Args:
-        ops: the all-reduce.
-        devices: the participants.
-        arrays: shapes and dtypes.
-    """
+    """Return the median seconds of an all-reduce of arrays of these shapes and dtypes, less those of a program without it."""
     if len(devices) < 2:
         return 0.0
     mesh, cut = Mesh(np.asarray(devices), (_AXIS,)), PartitionSpec(_AXIS)
@@ -242,12 +230,7 @@ _HIGHER_IS_BETTER = re.compile(
 
 
 def measure(first: FirstFit, setting: ScalingSetting, budget: Budget) -> SettingResult:
-    """Train as the script would, on the devices of a setting, and measure.
-
-    Args:
-        first: the script's first fit; its strategy uses the devices of the setting.
-        setting: devices and batch.
-        budget: how much to train.
+    """Train as the script would, whose strategy uses the devices of the setting, and measure.
 
     Raises:
         LockstepError: the setting is impossible.
@@ -381,13 +364,7 @@ def measure_all(
     """Measure settings one after the other.
 
     A fresh process for each setting sets the number of CPU devices before JAX starts, has its own memory, and may crash alone.
-
-    Args:
-        workload: the training to measure.
-        settings: devices and batch of each.
-        budget: how much each trains, and its time limit.
-        environment: variables of this process.
-        report: called before each setting with None, and after it with its result.
+    ``report`` is called before each setting with None, and after it with its result.
 
     Raises:
         OptionError: the script calls no ``fit``.
@@ -422,11 +399,7 @@ def measure_in_child(
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Measure the setting in the request file, and write the result: the entry point of the child.
-
-    Args:
-        arguments: paths of the request and of the result, two files of JSON.
-    """
+    """Measure the setting in the request file, and write the result: the entry point of the child."""
     content, write = read_request(arguments)
     setting = ScalingSetting(**content["setting"])
     reserve_devices(max(1, setting.devices))

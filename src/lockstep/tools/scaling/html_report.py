@@ -233,14 +233,7 @@ _PARTS = ("compute", "communication", "input", "host")
 
 @dataclass(frozen=True)
 class Figure:
-    """A chart with its table.
-
-    Args:
-        chart: the rendered chart.
-        text: explanation.
-        columns: columns of the table.
-        lines: lines of the table.
-    """
+    """A chart with its table."""
 
     chart: Chart
     text: str

@@ -36,12 +36,7 @@ _MIN_WIDTH = 100  # of a line: tables of fewer columns are cut
 
 
 def render(report: "ScalingReport", *, is_terminal: bool = False) -> str:
-    """Render the report as text, as wide as the terminal, but of at least 100 columns.
-
-    Args:
-        report: to render.
-        is_terminal: whether to use colours.
-    """
+    """Render the report as text, as wide as the terminal, but of at least 100 columns, with colours on a terminal."""
     file = io.StringIO()
     columns = max(_MIN_WIDTH, shutil.get_terminal_size((_MIN_WIDTH, 24)).columns)
     show = Console(file=file, width=columns, force_terminal=is_terminal, highlight=False).print

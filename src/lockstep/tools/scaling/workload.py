@@ -64,14 +64,7 @@ def is_measuring() -> bool:
 
 
 def workload_of(build: Callable[[], Any], data: Any, validation: Any, folder: Path) -> Workload | None:
-    """Describe how a child process gets the functions and arrays; None if it cannot, as in a notebook.
-
-    Args:
-        build: as given to ``scaling_report``.
-        data: likewise.
-        validation: likewise.
-        folder: for files of arrays.
-    """
+    """Describe how a child process gets the functions and arrays, by files in ``folder``; None if it cannot, as in a notebook."""
     functions = [one for one in (build, data, validation) if callable(one)]
     if all(_import_name(function) for function in functions):
         name, source = _import_name(build) or "", _import_name_or_file("data", data, folder) or ""
@@ -203,12 +196,9 @@ class TrainingTask:
 
 
 def training_task(first: FirstFit, batch: int, budget: Budget) -> TrainingTask:
-    """Prepare a script's call of ``fit`` for one batch size: cut data, find validation data, select callbacks.
+    """Prepare a script's call of ``fit``: cut data, find validation data, select callbacks.
 
-    Args:
-        first: the call of the script.
-        batch: rows of the global batch; an input other than arrays keeps its own batches.
-        budget: how much to train.
+    The global batch size is for arrays; another input keeps its own batches.
 
     Raises:
         OptionError: there are fewer rows than a batch has.
