@@ -1,5 +1,7 @@
 """Callbacks for ``fit``."""
 
+# First: its error says what to do if Keras cannot be imported.
+from lockstep import _keras as _keras
 from lockstep.fit.checkpointing.backup_and_restore import BackupAndRestore
 from lockstep.fit.monitoring.exporters import KubeflowProgress, PrometheusExporter
 from lockstep.fit.monitoring.rich_progress import RichProgress

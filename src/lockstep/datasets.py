@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import keras
 import numpy as np
 
 from lockstep._errors import InputError, instance_of
+from lockstep._keras import keras
 
 __all__ = ["cifar10", "mnist", "reuters"]
 

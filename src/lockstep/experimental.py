@@ -1,5 +1,7 @@
 """Older names, as in ``tf.distribute.experimental``."""
 
+# First: its error says what to do if Keras cannot be imported.
+from lockstep import _keras as _keras
 from lockstep import partitioners
 from lockstep.collectives import CommunicationImplementation, CommunicationOptions
 from lockstep.custom_loops.distributed_dataset import ValueContext

@@ -71,12 +71,27 @@ jax.config.update("jax_num_cpu_devices", 2)  # raises where JAX has started
 
 
 def test_without_a_backend_for_keras_the_error_says_what_to_set():
-    program = "import os; os.environ.pop('KERAS_BACKEND', None); import lockstep; lockstep.MirroredStrategy"
-    blocked = f"import sys; sys.modules['tensorflow'] = None; {program}"
-    done = subprocess.run([sys.executable, "-c", blocked], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 1
-    assert "BackendError" in done.stderr
-    assert "KERAS_BACKEND" in done.stderr
+    program = """
+import importlib, os, sys
+os.environ.pop("KERAS_BACKEND", None)
+sys.modules["tensorflow"] = None
+import lockstep
+
+def is_refused(use, name):
+    try:
+        use(name)
+    except lockstep.BackendError as error:
+        assert "Fix: set os.environ[\\"KERAS_BACKEND\\"]" in str(error)
+        return True
+    return False
+
+names = [name for name in dir(lockstep) if not name.startswith("_")]
+refused = {name for name in names if is_refused(lambda name: getattr(lockstep, name), name)}
+assert refused >= {"MirroredStrategy", "callbacks", "config", "datasets", "experimental"}, refused
+for name in ("callbacks", "config", "datasets", "experimental"):
+    assert is_refused(importlib.import_module, f"lockstep.{name}"), name
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
 
 
 def test_a_model_remembers_its_strategy_outside_of_the_scope_and_after_compile():
