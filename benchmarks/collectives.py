@@ -5,9 +5,12 @@ all-reduce is subtracted before the cost model is fitted. The model then predict
 stated below.
 """
 
+import os
 import statistics
 import time
 from pathlib import Path
+
+os.environ.setdefault("KERAS_BACKEND", "jax")
 
 import jax
 import numpy as np

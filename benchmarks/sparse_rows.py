@@ -6,8 +6,11 @@ with its batches, and a table of 128 MB.
 """
 
 import multiprocessing
+import os
 import socket
 import time
+
+os.environ.setdefault("KERAS_BACKEND", "jax")
 
 import keras
 import numpy as np

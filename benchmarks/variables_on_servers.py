@@ -6,8 +6,11 @@ measures the cost of waiting, not the computing power of two cores.
 """
 
 import multiprocessing
+import os
 import socket
 import time
+
+os.environ.setdefault("KERAS_BACKEND", "jax")
 
 import numpy as np
 from results_file import write
