@@ -1,8 +1,8 @@
 """Claim: whichever process of a job is stopped, killed, asked to end or interrupted, in any phase, the job ends in its limit or goes on.
 
 ``python benchmarks/faults.py`` runs all cells of ``tests/faults/matrix.py`` that have no result on the present sources, some at once, and
-writes the table after each. Arguments are kinds of jobs: ``python benchmarks/faults.py workers servers``. The exit code is 1 if a cell
-is not as it must be.
+writes the table after each; until then a cell has its result on earlier sources. Arguments are kinds of jobs:
+``python benchmarks/faults.py workers servers``. The exit code is 1 if a cell is not as it must be.
 """
 
 import argparse
@@ -49,11 +49,13 @@ def git(*arguments):
 
 
 def known():
-    """Results of all cells on the present sources."""
-    found = json.loads(RESULTS.read_text())["cells"] if RESULTS.exists() else {}
+    """Return the results of cells, and the keys of those that are on the present sources."""
+    present = {cell.key for job in ROLES for cell in cells(job)}
+    recorded = json.loads(RESULTS.read_text())["cells"] if RESULTS.exists() else {}
+    found = {key: result for key, result in recorded.items() if key in present}
     commits = {result["commit"] for result in found.values()}
     current = {commit for commit in commits if not git("diff", "--quiet", commit, "--", *SOURCES).returncode}
-    return {key: result for key, result in found.items() if result["commit"] in current}
+    return found, {key for key, result in found.items() if result["commit"] in current}
 
 
 class Table:
@@ -129,9 +131,9 @@ def main():
     parser.add_argument("jobs", nargs="*", help=f"kinds of jobs, of {', '.join(ROLES)}; default: all")
     parser.add_argument("--at-once", type=int, default=2, help="cells that run at the same time")
     options = parser.parse_args()
-    results = known()
+    results, current = known()
     jobs = options.jobs or list(ROLES)
-    missing = [cell for job in jobs for cell in cells(job) if cell.key not in results or results[cell.key]["wrong"]]
+    missing = [cell for job in jobs for cell in cells(job) if cell.key not in current or results[cell.key]["wrong"]]
     results, forks = Table(results), (ForkServer(), ForkServer())
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(options.at_once) as pool:
         expected = {

@@ -2,8 +2,8 @@
 
 First those that compare, with ``--jobs N`` N of them at a time; then those that need a device for themselves.
 
-``./scripts/accelerator`` runs all parts that have no result for the present commit on this kind of device, ``PART …`` runs these,
-``--list`` shows what is recorded.
+``./scripts/accelerator`` runs all parts that have no right result for the present commit on this kind of device, ``PART …`` runs these,
+``--list`` shows what is recorded. A result of small sizes stands only for small sizes.
 """
 
 import argparse
@@ -70,7 +70,7 @@ def main():
         print(page(records))
         return 0
     own = records.setdefault(device_kind(), {})
-    wanted = options.parts or [part for part in PARTS if own.get(part, {}).get("commit") != commit()]
+    wanted = options.parts or [part for part in PARTS if not is_done(own.get(part), options.small)]
     failed = False
 
     def add(part, record):
@@ -93,6 +93,13 @@ def main():
         if part in ALONE:
             add(part, run(part, options.small))
     return int(failed)
+
+
+def is_done(record, small):
+    """Whether the record of a part, or None, is of this commit, of such sizes or of whole ones, and right."""
+    if record is None or record["commit"] != commit() or record["error"]:
+        return False
+    return (small or not record["small"]) and all(one["right"] for one in record["findings"])
 
 
 def device_kind():
