@@ -199,6 +199,7 @@ def counted(tmp_path_factory):
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("counted")
 def test_two_workers_run_each_function_once_and_all_processes_get_the_same(counted):
     _, said, _ = counted
     assert sorted(said) == ["chief0", "ps0", "worker0", "worker1"]
@@ -213,6 +214,7 @@ def test_two_workers_run_each_function_once_and_all_processes_get_the_same(count
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("counted")
 def test_what_a_function_raises_is_named_at_the_chief(counted):
     folder, _, done = counted
     error = (folder / "error-chief0").read_text()

@@ -29,6 +29,8 @@ from lockstep.fit.checkpointing.model_state import (
 from tests.checkpoint.test_damage import fields_of, say
 from tests.fit.monitoring.runs import built, data
 
+pytestmark = pytest.mark.xdist_group(__name__)  # One training makes the checkpoints of all tests.
+
 
 class Own(keras.callbacks.ModelCheckpoint):
     """A user's, with state of its own in each form that a checkpoint has."""
