@@ -173,9 +173,9 @@ is_failing = False
 
 
 @jax.jit
-def slowly(kernel):
+def slowly(kernel, turns):
     matrix = jax.lax.fori_loop(
-        0, 200, lambda _, matrix: matrix @ matrix / 500, jax.numpy.ones((500, 500)) + kernel[0, 0]
+        0, turns, lambda _, matrix: matrix @ matrix / 500, jax.numpy.ones((500, 500)) + kernel[0, 0]
     )
     return kernel + 0 * matrix[0, 0]
 
@@ -200,9 +200,9 @@ def test_a_step_that_fails_on_its_device_after_it_was_started_is_heard_of(call, 
         model = keras.Sequential([keras.Input((2,)), layers.Dense(2), FailsLater(), layers.Dense(1)])
         model.compile("sgd", "mse")
     call(model)
-    slowly(model.layers[0].kernel.value)
+    slowly(model.layers[0].kernel.value, 0)  # It is compiled.
     monkeypatch.setitem(globals(), "is_failing", True)
-    model.layers[0].kernel.assign(slowly(model.layers[0].kernel.value))
+    model.layers[0].kernel.assign(slowly(model.layers[0].kernel.value, 200))
     with pytest.raises(jax.errors.JaxRuntimeError, match="6\\.13GiB") as caught:
         call(model)
     notes = " ".join(caught.value.__notes__)
@@ -241,10 +241,10 @@ def test_after_another_error_no_later_call_hears_of_a_failed_step(monkeypatch):
     good = model.evaluate(X_ONES, Y_ONES, verbose=0)
     variables = [*model.variables, *model.optimizer.variables]
     state = [variable.numpy() for variable in variables]
-    slowly(model.layers[0].kernel.value)
+    slowly(model.layers[0].kernel.value, 0)  # It is compiled.
     with monkeypatch.context() as patch:
         patch.setitem(globals(), "is_failing", True)
-        model.layers[0].kernel.assign(slowly(model.layers[0].kernel.value))
+        model.layers[0].kernel.assign(slowly(model.layers[0].kernel.value, 200))
         with pytest.raises(KeyError, match="of the user"):
             model.fit(X_ONES, Y_ONES, verbose=0, callbacks=[Interrupts()])
         with pytest.raises(jax.errors.JaxRuntimeError, match="6\\.13GiB"):
