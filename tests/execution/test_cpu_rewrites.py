@@ -12,6 +12,7 @@ from jax import lax
 import lockstep
 from lockstep.execution import cpu_rewrites
 from lockstep.execution.cpu_rewrites import rewrite_for_cpu
+from tests.support.marks import every_pair
 
 pytestmark = pytest.mark.optimized
 
@@ -93,13 +94,12 @@ def operands(rank, kernel):
     return numbers(2, *LENGTHS[:rank], channels), numbers(*(window,) * rank, read, made), channels // read
 
 
-@pytest.mark.parametrize(
-    ("stride", "dilation", "padding"),
-    [(1, 1, "SAME"), (1, 1, "VALID"), (2, 1, "SAME"), (2, 1, "VALID"), (1, 2, "SAME"), (2, 2, "VALID")],
-)
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("rank", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)])
-def test_a_convolution_in_other_words_gives_its_values_and_gradients(rank, kernel, stride, dilation, padding):
+STEPS = [(1, 1, "SAME"), (1, 1, "VALID"), (2, 1, "SAME"), (2, 1, "VALID"), (1, 2, "SAME"), (2, 2, "VALID")]
+
+
+@pytest.mark.parametrize(("rank", "kernel", "steps"), every_pair(LAYOUTS, KERNELS, STEPS))
+def test_a_convolution_in_other_words_gives_its_values_and_gradients(rank, kernel, steps):
+    stride, dilation, padding = steps
     x, weights, groups = operands(rank, kernel)
     convolve = convolution(rank, stride, padding, dilation, groups)
     assert operations(convolve, x, weights)

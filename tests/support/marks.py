@@ -15,14 +15,16 @@ def quick_first(cases):
 
 
 def every_pair(*factors):
-    """Return all products, half of them marked nightly; in the other half each two values of two factors still meet.
+    """Return all products, marked nightly but for one in as many as the shortest factor has values.
 
-    That is so for three or more factors of which all but one have two values.
+    In those that are not, each two values of two of three or more factors still meet: for a third factor has a value for
+    each remainder of the sum of their numbers. Of two factors, they have each value.
     """
+    apart = min(map(len, factors))
     return [
         pytest.param(
             *(value for _, value in each),
-            marks=[pytest.mark.nightly] * (sum(number for number, _ in each) % 2),
+            marks=() if sum(number for number, _ in each) % apart == 0 else pytest.mark.nightly,
         )
         for each in itertools.product(*map(enumerate, factors))
     ]
