@@ -11,6 +11,7 @@ import pytest
 
 import lockstep
 from lockstep import cli
+from lockstep.launch import supervisor
 from tests.launch.launching import environment, program, run, started
 from tests.support.waiting import DEADLINE
 
@@ -68,9 +69,16 @@ def test_files_in_the_current_directory_are_not_taken_for_modules_of_python(tmp_
 @pytest.mark.parametrize(
     "words", [["-n", "7", "--max-restarts", "x", "--", "-m", "--help", "--print=ray"], ["--", "--foo"], ["--"], []]
 )
-def test_what_stands_after_the_script_is_the_scripts(tmp_path, words, before):
+def test_what_stands_after_the_script_is_the_scripts(monkeypatch, words, before):
+    jobs = []
+    monkeypatch.setattr(supervisor, "supervise", lambda job, *_: jobs.append(job) or 0)
+    assert cli.main(["run", "-n", "1", *before, "x.py", *words]) == 0
+    assert [list(job.program) for job in jobs] == [["x.py", *words]]
+
+
+def test_the_script_gets_a_separator_of_its_own(tmp_path):
     path = program(tmp_path, "print(json.dumps(sys.argv[1:]))")
-    assert json.loads(lines_of(run("-n", 1, *before, path, *words), 0)[0]) == words
+    assert json.loads(lines_of(run("-n", 1, "--", path, "--", "--foo"), 0)[0]) == ["--", "--foo"]
 
 
 def test_options_are_also_spelled_as_for_torchrun(tmp_path):
@@ -200,16 +208,23 @@ def test_python_runs_the_package_as_the_command(monkeypatch, capsys):
         (["--tee", "x.py"], "--log-dir is missing"),
         (["--nnodes", "2", "--join-seconds", "9", "x.py"], "--join-seconds: it is for a range of nodes. Fix: "),
         (["--start-seconds", "9", "x.py"], "--start-seconds: it is for a range of nodes. Fix: "),
-        (["--log-dir", "/dev/null/logs", __file__], "--log-dir /dev/null/logs: "),
         (["--grace", "-1", "x.py"], "--grace: expected a number of seconds, 0 or more, got -1"),
         (["--timeout", "nan", "x.py"], "--timeout: expected a number of seconds, 0 or more, got nan"),
     ],
 )
-def test_wrong_usage_ends_with_one_line(words, message):
-    done = run(*words)
+def test_wrong_usage_ends_with_one_line(capfd, words, message):
+    assert cli.main(["run", *words]) == 2
+    said = capfd.readouterr().err
+    assert said.startswith("lockstep run: ")
+    assert message in said
+    assert said.count("\n") == 1
+
+
+def test_a_folder_of_logs_that_cannot_be_made_ends_the_command_with_one_line():
+    done = run("--log-dir", "/dev/null/logs", __file__)
     assert done.returncode == 2
     assert done.stderr.startswith("lockstep run: ")
-    assert message in done.stderr.splitlines()[-1]
+    assert "--log-dir /dev/null/logs: " in done.stderr.splitlines()[-1]
     assert done.stderr.count("\n") <= 3
 
 
