@@ -55,7 +55,7 @@ def test_bits_of_a_deterministic_run_are_those_of_one_process(trained, alone):
     assert_same_bits({name: found[name] for name in expected}, expected)
 
 
-@pytest.mark.parametrize("has_started", [False, True])
+@pytest.mark.parametrize("has_started", [True, pytest.param(False, marks=pytest.mark.nightly)])
 def test_a_script_that_initializes_jax_trains_on_all_processes(job, has_started):
     run = job(2, environ={"PJRT_NPROC": "8"})
     told = run.run("starts", jax_first=has_started, **adopted())
@@ -77,7 +77,7 @@ def test_two_strategies_of_one_process_and_its_files(job, tmp_path):
     assert chief["replicas"] == [2, 4]
 
 
-@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize("lost", [0, pytest.param(1, marks=pytest.mark.nightly)])
 def test_a_killed_worker_is_named_within_its_limit(job, lost):
     run = job(2)
     processes = run.start_all("faults", **adopted())
@@ -133,7 +133,7 @@ def tf_config(workers, index):
     return {"TF_CONFIG": json.dumps({"cluster": cluster, "task": {"type": "worker", "index": index}})}
 
 
-@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize("workers", [3, pytest.param(1, marks=pytest.mark.nightly)])
 def test_a_tf_config_with_another_number_of_workers_is_an_error_on_all_processes(job, workers):
     own = [NO_TF_CONFIG, tf_config(workers, 0)]
     config = adopted()
@@ -205,7 +205,7 @@ def test_a_stopped_job_is_resumed_by_processes_of_jax_with_the_same_bits(forks, 
     assert job(2).run("preempted", folder=folder, **adopted())[0]["digest"] == uninterrupted
 
 
-@pytest.mark.parametrize("early", [0, 1])
+@pytest.mark.parametrize("early", [1, pytest.param(0, marks=pytest.mark.nightly)])
 def test_a_worker_that_finishes_early_is_named_and_ends_with_the_others(job, early):
     """JAX's own shutdown would wait for a lost process for minutes and abort."""
     processes = job(2).start_all(
@@ -219,7 +219,7 @@ def test_a_worker_that_finishes_early_is_named_and_ends_with_the_others(job, ear
     assert f"worker {1 - early} of 2 ({HOST}, process {processes[1 - early].pid}) failed: " in said[early]
 
 
-@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.parametrize("late", [0, pytest.param(1, marks=pytest.mark.nightly)])
 def test_a_worker_may_come_to_its_end_later_than_the_others(job, late):
     processes = job(2).start_all("faults", steps=8, faulty=late, does="come to the end late", **adopted(timeout=SHORT))
     codes, said = ends(processes)
@@ -227,7 +227,7 @@ def test_a_worker_may_come_to_its_end_later_than_the_others(job, late):
     assert "died" not in said[1 - late]
 
 
-@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize("lost", [1, pytest.param(0, marks=pytest.mark.nightly)])
 def test_a_worker_that_is_killed_while_the_others_are_at_their_end_is_named(job, lost):
     config = adopted(steps=8, faulty=lost, does="come to the end late")
     processes = job(2).start_all("faults", **config)

@@ -119,7 +119,7 @@ def test_more_workers_reach_the_port_of_jax_than_its_backlog_holds(monkeypatch):
         pass  # Nothing listens there any more.
 
 
-@pytest.mark.parametrize("early", [0, 1])
+@pytest.mark.parametrize("early", [0, pytest.param(1, marks=pytest.mark.nightly)])
 def test_jax_that_has_started_on_one_worker(job, early):
     run = job(2)
     processes = [run.start("worker", index, "starts", jax_first=index == early, timeout=LONG) for index in range(2)]

@@ -67,7 +67,7 @@ def test_a_cut_link_ends_both_within_the_limit_and_each_names_the_other(run, net
         assert re.search(rf"{re.escape(who)}([3-9]|\d\d) s", last), process.said
 
 
-@pytest.mark.parametrize("wrong", [0, 1])
+@pytest.mark.parametrize("wrong", [0, pytest.param(1, marks=pytest.mark.nightly)])
 def test_a_machine_whose_name_leads_back_to_itself_is_named_at_the_start_with_the_cure(run, network, wrong):
     network.lead_name(wrong, "127.0.1.1")
     processes = run.start_all("starts", timeout=LONG)
