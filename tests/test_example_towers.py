@@ -1,5 +1,6 @@
 """The towers of ``examples/cifar10_towers``: what they draw, how their gradients meet, and what the loop prints and keeps."""
 
+import functools
 import importlib
 import lzma
 import re
@@ -41,7 +42,7 @@ def pictures(tmp_path_factory):
     return folder
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def run(python, pictures):
     """Run a script of the example on the pictures, in a process of its own."""
 
@@ -52,34 +53,44 @@ def run(python, pictures):
     return run
 
 
+@pytest.fixture(scope="module")
+def trained(run, tmp_path_factory):
+    """Train 21 steps with a script, once: its folder and what the process left."""
+
+    @functools.cache
+    def trained(script):
+        folder = tmp_path_factory.mktemp("trained")
+        return folder, run(script, folder, "--steps", 21, "--checkpoint-steps", 20)
+
+    return trained
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("script", ["single.py", "mirrored.py"])
-def test_towers_print_a_line_every_ten_steps_and_name_checkpoints_by_step(script, run, tmp_path):
-    done = run(script, tmp_path, "--steps", 21, "--checkpoint-steps", 20)
+@pytest.mark.parametrize("script", ["single.py", pytest.param("mirrored.py", marks=pytest.mark.xdist_group("towers"))])
+def test_towers_print_a_line_every_ten_steps_and_name_checkpoints_by_step(script, trained):
+    folder, done = trained(script)
     assert done.returncode == 0, done.stderr
     lines = [[float(figure) for figure in found] for found in LINE.findall(done.stdout)]
     assert [line[0] for line in lines] == [10, 20]
     for _, _, examples, seconds in lines:
         assert examples * seconds == pytest.approx(4, rel=0.1)  # rows of one tower's batch; the figures are rounded
     assert re.search(r"^test accuracy \d\.\d{4}", done.stdout, re.MULTILINE)
-    assert sorted(path.name for path in tmp_path.glob("*.keras")) == [
+    assert sorted(path.name for path in folder.glob("*.keras")) == [
         "model-step-000020.keras",
         "model-step-000021.keras",
     ]
 
 
 @pytest.mark.slow
-def test_towers_that_were_stopped_end_with_the_same_weights(run, tmp_path):
-    options = ("--checkpoint-steps", 20, "--save-freq", "0.001 s")
-    whole = run("mirrored.py", tmp_path / "whole", "--steps", 20, *options)
-    assert whole.returncode == 0, whole.stderr
+@pytest.mark.xdist_group("towers")
+def test_towers_that_were_stopped_end_with_the_same_weights(run, trained, tmp_path):
+    whole, done = trained("mirrored.py")
+    assert done.returncode == 0, done.stderr
     for steps in (10, 20):
-        done = run("mirrored.py", tmp_path / "parts", "--steps", steps, *options)
+        done = run("mirrored.py", tmp_path, "--steps", steps, "--checkpoint-steps", 20, "--save-freq", "0.001 s")
         assert done.returncode == 0, done.stderr
     assert [int(found[0]) for found in LINE.findall(done.stdout)] == [20]
-    found, expected = (
-        keras.models.load_model(tmp_path / name / "model-step-000020.keras") for name in ("parts", "whole")
-    )
+    found, expected = (keras.models.load_model(folder / "model-step-000020.keras") for folder in (tmp_path, whole))
     for one, other in zip(
         [*found.variables, *found.optimizer.variables],
         [*expected.variables, *expected.optimizer.variables],
