@@ -18,6 +18,8 @@ from lockstep.distributed.worker_process_group import coordinate_saving
 from tests.distributed.threaded_job import ThreadedJob
 from tests.support.waiting import DEADLINE, wait_until
 
+pytestmark = pytest.mark.waits
+
 
 def messages(results):
     """Of the ClusterErrors that all workers have raised, one for each different one."""

@@ -123,7 +123,7 @@ def test_a_slow_input_is_what_steps_wait_for():
             return 6
 
         def __getitem__(self, number):
-            waiting.wait(0.03)
+            waiting.wait(0.1)  # much longer than steps take, also on a busy machine
             return tuple(array[:BATCH] for array in data())
 
     waiting = threading.Event()
