@@ -27,7 +27,7 @@ from tests.pages import IN_FORKS, blocks_of, names_the_backend_first, text_of
 from tests.support.processes import NOT_INHERITED, own_host
 
 ROOT = Path(__file__).parents[1]
-WITHOUT_PAGES = (".venv", ".pytest_cache", ".git")
+WITHOUT_PAGES = (".venv", ".pytest_cache", ".git", "build", "dist")
 PAGES = sorted(
     page
     for top in ROOT.iterdir()

@@ -104,14 +104,15 @@ def test_a_job_that_gives_no_sign_of_life_is_told(tmp_path):
 
 def test_a_second_job_does_not_touch_the_status_of_the_first(tmp_path):
     def second():
-        before = (tmp_path / STATUS).read_bytes() if (tmp_path / STATUS).exists() else None
+        wait_until((tmp_path / STATUS).exists, "the status of the first job")
+        begun = status(tmp_path)["begun"]
         with pytest.raises(lockstep.CheckpointError):
             fit(built(), BackupAndRestore(tmp_path))
-        found.append((before, status(tmp_path)["state"]))
+        found.append((status(tmp_path)["state"], status(tmp_path)["begun"] == begun))
 
     found = []
     fit(built(), BackupAndRestore(tmp_path), called("on_epoch_end", second), epochs=1)
-    assert [state for _, state in found] == ["running"]
+    assert found == [("running", True)]
 
 
 def test_a_status_that_cannot_be_written_stops_nothing(tmp_path, caplog):
