@@ -152,8 +152,8 @@ def cpu():
         rows.append((name, round(statistics.median(steps) * 1000, 1), spread, times[who][0]["loss"]))
     note = (
         f"Median of {TURNS} turns of {2 * STEPS} steps of {CPU_ROWS} rows on a mesh of {CPU_MESH[0]} x {CPU_MESH[1]} CPU devices on two cores; "
-        "the first epoch is left out. Lockstep starts JAX with four threads for each device, as collectives can deadlock on fewer; Keras with "
-        "as many has the same speed."
+        "the first epoch is left out. Lockstep starts JAX with four threads for each device, as collectives can deadlock on fewer; the last row "
+        "is Keras with as many."
     )
     columns = ("strategy", "ms a step", "ratio to ours in the same turn", "loss of the last epoch")
     write("model_parallel_cpu", "Steps on a mesh of CPU devices", columns, rows, note)

@@ -16,8 +16,9 @@ BEGIN = """<!-- Made by docs/make_results.py from benchmarks/results. -->
 
 # Results by hardware
 
-Each figure in these pages comes from one of the records below, which name their command. Times are
-compared within one run only; [performance](performance.md) explains the most important ones.
+Figures in these pages come from the records below, which name their command, or from a record that
+the page links to. Times are compared within one run only; [performance](performance.md) explains
+the most important ones.
 """
 
 
