@@ -17,6 +17,7 @@ from keras import layers
 from results_file import write
 
 import lockstep
+from lockstep._keras.trainer import variables_of
 from lockstep.execution.executors import DeterministicExecutor, SpmdExecutor
 from lockstep.execution.step_functions import StepFunctions
 from lockstep.fit.nan_guard import NanGuard, StepGuard
@@ -53,13 +54,7 @@ class Steps:
         if is_guarded:
             functions.hooks = (StepGuard(NanGuard(), functions, lambda: None, print),)
         self.train, self.batch = functions.make("train"), placement.place(batch)
-        kinds = (
-            model.trainable_variables,
-            model.non_trainable_variables,
-            model.optimizer.variables,
-            model.metrics_variables,
-        )
-        self.state = tuple([np.array(variable.value) for variable in kind] for kind in kinds)
+        self.state = tuple([np.array(variable.value) for variable in kind] for kind in variables_of(model))
 
     def time(self):
         """Seconds of a step, of several in a row."""

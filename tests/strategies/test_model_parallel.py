@@ -15,6 +15,7 @@ import pytest
 from keras import layers
 
 import lockstep
+from lockstep._keras.trainer import variables_of
 from lockstep._keras.variable_placement import set_from_host
 from lockstep.execution.model_parallel import model_shardings
 from lockstep.execution.model_parallel.model_shardings import MeshAxes
@@ -644,8 +645,7 @@ def test_the_doctor_measures_steps_on_a_mesh():
 def compiled_text(strategy, model, rows):
     functions = strategy._functions_of(model)
     executor = functions.executor
-    kinds = model.trainable_variables, model.non_trainable_variables, model.optimizer.variables, model.metrics_variables
-    state = tuple([variable.value for variable in kind] for kind in kinds)
+    state = tuple([variable.value for variable in kind] for kind in variables_of(model))
     placed = strategy._placement.abstract_batch(batch(rows))
     return executor.train_step(functions.build_step(executor, "train")).compile_for(state, placed).as_text()
 
@@ -665,8 +665,7 @@ def test_blocks_that_the_layout_leaves_whole_are_recomputed_too(mesh, layout):
     model.optimizer.build(model.trainable_variables)
     strategy.layout(model)
     functions = strategy._functions_of(model)
-    kinds = model.trainable_variables, model.non_trainable_variables, model.optimizer.variables, model.metrics_variables
-    state = tuple([variable.value for variable in kind] for kind in kinds)
+    state = tuple([variable.value for variable in kind] for kind in variables_of(model))
     step = functions.build_step(functions.executor, "train")
     program = str(jax.make_jaxpr(step)(state, strategy._placement.place(batch(8))))
     assert program.count("remat2[") == 2  # The two layers with large variables.

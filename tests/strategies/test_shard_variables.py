@@ -10,6 +10,7 @@ import pytest
 from keras import layers, ops
 
 import lockstep
+from lockstep._keras.trainer import variables_of
 from lockstep.execution import variable_shards
 from lockstep.tools.plan.hlo import collectives
 from tests.laws.cases import CASES, case_named, logits_loss, with_topologies
@@ -366,9 +367,9 @@ def test_variables_of_an_optimizer_alone_are_sharded_when_they_are_made_and_when
 
 def state_and_batch(strategy, model):
     """Return what a training step gets, and its batch of 8 rows as it is on the devices."""
-    kinds = model.trainable_variables, model.non_trainable_variables, model.optimizer.variables, model.metrics_variables
+    state = tuple([variable.value for variable in kind] for kind in variables_of(model))
     batch = np.zeros((8, 64), "float32"), np.zeros(8, "int32")
-    return tuple([variable.value for variable in kind] for kind in kinds), strategy._placement.abstract_batch(batch)
+    return state, strategy._placement.abstract_batch(batch)
 
 
 def compiled_step(strategy, model):
