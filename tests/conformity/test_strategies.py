@@ -1,5 +1,6 @@
 """Behaviours of tf.distribute's strategies, contexts, values and loops that no other test holds."""
 
+import contextlib
 import copy
 
 import jax
@@ -695,13 +696,32 @@ def normalized():
     return lambda x: layer(x[None, None], training=True), [layer.moving_mean]
 
 
-@pytest.mark.parametrize("assign", [assigned, added, measured, updated, normalized])
-def test_a_variable_that_a_replica_assigns_is_refused_and_stays_what_it_was(assign):
+def noisy():
+    model = keras.Sequential([keras.Input((1,)), layers.BatchNormalization(), layers.Dropout(0.5)])
+    return lambda x: model(x[None, None], training=True), model.variables
+
+
+@pytest.mark.parametrize("is_made_in_scope", [True, False])
+@pytest.mark.parametrize(
+    ("assign", "name"),
+    [
+        (assigned, "variable"),
+        (added, "variable"),
+        (measured, "total"),
+        (updated, "iteration"),
+        (normalized, "moving_mean"),
+        (noisy, "seed_generator_state"),
+    ],
+)
+def test_a_variable_that_a_replica_assigns_is_refused_and_stays_what_it_was(assign, name, is_made_in_scope):
     strategy = make()
-    step, variables = assign()
-    with pytest.raises(lockstep.ModelError, match="fn assigned to "):
-        strategy.run(step, (own(strategy, np.float32),))
-    assert not any(np.asarray(variable.value).any() for variable in variables)
+    with strategy.scope() if is_made_in_scope else contextlib.nullcontext():
+        step, variables = assign()
+        before = [np.array(variable.value) for variable in variables]
+    with pytest.raises(lockstep.ModelError, match=f"fn assigned to .*{name}"):
+        strategy.run(step, (own(strategy, lambda replica: np.float32(replica + 1)),))
+    for variable, value in zip(variables, before, strict=True):
+        np.testing.assert_array_equal(variable.value, value)
 
 
 def test_every_device_starts_with_the_same_weights():

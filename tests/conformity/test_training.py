@@ -818,33 +818,6 @@ def test_a_replica_without_rows_has_a_gradient_of_zeros(is_compiled):
     np.testing.assert_array_equal(found, np.ones((2, 2)))
 
 
-def updates(kind):
-    """A function for ``run`` that changes variables of Keras, and what the user looks at afterwards."""
-    variable, metric, optimizer = keras.Variable(1.0), metrics.Mean(), optimizers.SGD(0.1)
-    optimizer.build([variable])
-    model = keras.Sequential([keras.Input((2,)), layers.BatchNormalization(), layers.Dropout(0.5)])
-    return {
-        "variable": (lambda: variable.assign_add(1.0).sum(), variable.numpy),
-        "metric": (lambda: metric.update_state(jnp.ones(2)) or 0, lambda: float(metric.result())),
-        "optimizer": (lambda: optimizer.apply([jnp.ones(())], [variable]) or 0, variable.numpy),
-        "model": (lambda: model(jnp.ones((2, 2)), training=True), model.get_weights),
-    }[kind]
-
-
-@pytest.mark.parametrize(
-    ("kind", "name"),
-    [("variable", "variable"), ("metric", "total"), ("optimizer", "iteration"), ("model", "seed_generator_state")],
-)
-def test_a_variable_that_is_changed_within_run_is_named_and_stays_whole(kind, name):
-    strategy = make()
-    with strategy.scope():
-        step, look = updates(kind)
-        before = look()
-    with pytest.raises(lockstep.ModelError, match=f"fn assigned to .*{name}"):
-        strategy.run(step)
-    np.testing.assert_equal(look(), before)
-
-
 @pytest.mark.parametrize("is_inside", [True, False], ids=["inside", "outside"])
 def test_what_fit_calls_is_as_on_one_device_inside_and_outside_of_the_scope(is_inside):
     strategy, seen = make(), set()
