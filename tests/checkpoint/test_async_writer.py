@@ -158,7 +158,8 @@ os.wait()
 
 @pytest.mark.timeout(120)
 def test_the_end_of_a_program_waits_for_what_was_submitted(tmp_path):
-    done = subprocess.run([sys.executable, "-c", PROGRAM, str(tmp_path)], capture_output=True, text=True, timeout=100)
+    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", PROGRAM, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0
     assert done.stderr == ""
     assert CheckpointStore(tmp_path, log=silent).steps() == [1, 2]

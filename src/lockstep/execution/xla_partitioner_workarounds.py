@@ -235,7 +235,7 @@ def _with_constraints(value: Any, mesh: Mesh) -> Any:
     if isinstance(value, tuple):
         items = [_with_constraints(one, mesh) for one in value]
         return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
-    if isinstance(value, Jaxpr):
+    if isinstance(value, Jaxpr) and not isinstance(value, ClosedJaxpr):  # From JAX 0.12 on, they are one class.
         return _with_constraints(ClosedJaxpr(value, []), mesh).jaxpr
     if not isinstance(value, ClosedJaxpr):
         return value
