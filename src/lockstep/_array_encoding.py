@@ -30,13 +30,7 @@ DTYPES = {name: np.dtype(name) for name in _NUMPY_DTYPES} | {
 
 @dataclass(frozen=True)
 class ArraySpec:
-    """Name, shape and dtype of an array or variable.
-
-    Args:
-        name: unique among the arrays of a message, or the variables of a model.
-        shape: sizes along its axes.
-        dtype: by name, such as ``"float32"``.
-    """
+    """Name, shape and dtype, such as ``"float32"``, of an array or variable; the name is unique in its message or model."""
 
     name: str
     shape: tuple[int, ...]

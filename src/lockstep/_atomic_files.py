@@ -30,11 +30,7 @@ def open_to_read(path: str | os.PathLike[str]) -> io.BufferedReader:
 
 
 def read_file(path: str | os.PathLike[str], max_bytes: int) -> bytes:
-    """Return the content of a regular file.
-
-    Args:
-        path: the file.
-        max_bytes: bytes that it may have.
+    """Return the content of a regular file of at most ``max_bytes`` bytes.
 
     Raises:
         OSError: it cannot be read, is no regular file, or is larger.
@@ -47,14 +43,7 @@ def read_file(path: str | os.PathLike[str], max_bytes: int) -> bytes:
 
 
 def open_own(path: str | os.PathLike[str], flags: int) -> int:
-    """Open a file for writing that only this program writes to, and make it if there is none.
-
-    Args:
-        path: the file.
-        flags: flags of ``os.open``, such as ``os.O_WRONLY | os.O_APPEND``.
-
-    Returns:
-        The file descriptor.
+    """Open a file for writing that only this program writes to, and make it if there is none; return its descriptor.
 
     Raises:
         OSError: it cannot be opened, is a link or no regular file, or has other names: what is written would go elsewhere.
@@ -83,12 +72,7 @@ def _checked(path: str | os.PathLike[str], descriptor: int, is_written: bool = F
 def replace_file(
     path: str | os.PathLike[str], write: Callable[[io.BufferedWriter], object], *, is_synced: bool = False
 ) -> None:
-    """Make a file, or replace it, as a whole; a link of that name is replaced, not followed.
-
-    Args:
-        path: the file.
-        write: writes the content.
-        is_synced: whether it is on the disk when this returns, so that a loss of power leaves the old or the new content.
+    """Make a file, or replace it, as a whole, if ``is_synced`` also after a loss of power; a link of that name is replaced, not followed.
 
     Raises:
         OSError: the file cannot be written; then it is unchanged.

@@ -214,13 +214,7 @@ def whole_number(name: str, value: object, minimum: int | None = 1, maximum: int
 
 
 def real_number(name: str, value: object, *, above: float | None = None, what: str = "a number") -> float:
-    """Return ``value`` as a float if it is a finite number, of at least 0 or above ``above``, also of NumPy.
-
-    Args:
-        name: name of the argument.
-        value: value of the argument.
-        above: the number must be larger; None: it may be 0 or larger.
-        what: the meaning of the number, for the message.
+    """Return ``value`` as a float if it is a finite number, also of NumPy: larger than ``above``, or at least 0 if that is None.
 
     Raises:
         OptionError: it is not; the message names the argument.

@@ -41,10 +41,6 @@ class CancelledError(Exception):
 class WaitLogger:
     """Logs one wait.
 
-    Args:
-        log: takes lines.
-        clock: gives seconds, and is not set back.
-
     Example:
         >>> times = iter([0.0, 1.0, 2.5, 3.0, 14.0])
         >>> wait = WaitLogger(print, clock=lambda: next(times))

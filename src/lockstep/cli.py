@@ -26,13 +26,10 @@ EXPORT_FORMATS = ("npz", "safetensors", "orbax")  # Those of checkpoint/export_f
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit code.
+    """Run the command line, by default the process's words after ``lockstep``, and return the exit code.
 
     0: success. 1: a check failed (numbers, a checkpoint, a finding of the doctor), nothing could be measured, or code is left to
     translate. 2: wrong usage. Otherwise the exit code of a worker.
-
-    Args:
-        arguments: words after ``lockstep``; default: those of the process.
 
     Example:
         >>> from lockstep import cli

@@ -25,11 +25,8 @@ Shards = Mapping[int, tuple[jax.Array, jax.Array]]
 
 
 def blocks_of(model: keras.Model, is_sharded: Callable[[keras.Variable], bool]) -> list[Any]:
-    """Return the layers that are recomputed one by one: repeated layers, and others that hold no layers.
-
-    Args:
-        model: a built model.
-        is_sharded: whether a variable is sharded; layers without such a variable are left out.
+    """Return the layers of a built model to recompute one by one: of those with a sharded variable, repeated ones and others that hold no
+    layers.
     """
     found: dict[int, Any] = {}
 

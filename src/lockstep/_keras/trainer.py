@@ -319,12 +319,7 @@ def variables_of(model: keras.Model) -> list[list[keras.Variable]]:
 
 
 def build_for_inputs(model: keras.Model, x: Any) -> None:
-    """Build a model, without its optimizer and metrics, as ``fit`` does.
-
-    Args:
-        model: the model, built or not.
-        x: inputs of a batch: a tree of arrays, or of their shapes and types, ``(rows, …)``.
-    """
+    """Build a model without its optimizer and metrics, as ``fit`` does; ``x`` is a tree of arrays ``(rows, …)`` or of their shapes and types."""
 
     def described(array: Any) -> keras.KerasTensor:
         return keras.KerasTensor(tuple(array.shape), keras.backend.standardize_dtype(array.dtype))
@@ -340,11 +335,8 @@ def is_synced(model: keras.Model) -> bool:
 
 @contextlib.contextmanager
 def refresh_before_sync(model: keras.Model, fetch: Callable[[], Any]) -> Iterator[None]:
-    """Fetch the newest values each time that Keras, or a callback by ``self.model``, writes its state into the variables.
-
-    Args:
-        model: the model, in ``fit``.
-        fetch: returns the values of a training step's state, or None if Keras has the newest.
+    """Fetch the newest state of a training step each time that Keras, or a callback by ``self.model``, writes its state into the variables;
+    None: Keras has the newest.
     """
     original = model.jax_state_sync
 
@@ -424,13 +416,7 @@ def _explained(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
 
 
 def keep_learning_rates(optimizer: Any, restored: Sequence[Any], now: Sequence[Any]) -> list[Any]:
-    """Return values of an optimizer's variables: ``restored``, but the learning rates of ``now``.
-
-    Args:
-        optimizer: optimizer of the model, which may have others inside.
-        restored: values of its variables, in order.
-        now: others.
-    """
+    """Return values of the variables of an optimizer, which may have others inside: ``restored``, but the learning rates of ``now``."""
     rates = {id(each._learning_rate) for each in nested_optimizers(inner_optimizer(optimizer))}
     values = zip(optimizer.variables, restored, now, strict=True)
     return [new if id(variable) in rates else old for variable, old, new in values]
@@ -541,12 +527,7 @@ def has_own(model: keras.Model, name: str) -> bool:
 
 @contextlib.contextmanager
 def redirect_super(model: keras.Model, name: str, method: Callable[..., Any]) -> Iterator[list[None]]:
-    """Let ``super().<name>(…)`` in a method of the model's own class call ``method``, in this thread, while this context is open.
-
-    Args:
-        model: the model.
-        name: "fit", "evaluate" or "predict".
-        method: called without the model.
+    """While open, let ``super().<name>(…)`` in a method of the model's own class call ``method``, without the model, in this thread.
 
     Yields:
         A list with an entry for each such call.

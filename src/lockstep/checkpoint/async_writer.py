@@ -93,14 +93,7 @@ class AsyncWriter:
                 self._start(self._next())
 
     def wait(self, timeout_seconds: float | None = None) -> bool:
-        """Wait until all submitted checkpoints are written, or have failed.
-
-        Args:
-            timeout_seconds: limit; None: that of this writer.
-
-        Returns:
-            Whether the wait ended within the limit.
-        """
+        """Wait until all submitted checkpoints are written or have failed; return whether that was within the limit, by default the writer's."""
         seconds = self._timeout if timeout_seconds is None else timeout_seconds
         with self._changed:
             return self._await(lambda: self._written is None, seconds)

@@ -118,14 +118,7 @@ def _encoded_manifest(loaded: Loaded, key: bytes | None) -> bytes:
 
 
 def read_export(output: str, key: bytes | None = None) -> tuple[int, Snapshot]:
-    """Read an export of a whole checkpoint, and check every array.
-
-    Args:
-        output: path of the file or directory.
-        key: must have signed it; None: signatures are ignored.
-
-    Returns:
-        The step and the content of the checkpoint.
+    """Read the step and the content of an export of a whole checkpoint, and check every array; without ``key``, signatures are ignored.
 
     Raises:
         CheckpointError: it is absent, damaged, foreign or not signed with the key, it has no manifest, or a package is missing.

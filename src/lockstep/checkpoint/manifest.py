@@ -158,12 +158,7 @@ def encode(manifest: Manifest, key: bytes | None = None) -> bytes:
 
 
 def decode(data: bytes, path: Path, key: bytes | None = None) -> Manifest:
-    """Return the manifest that :func:`encode` was given.
-
-    Args:
-        data: the content of the file.
-        path: the file, for messages.
-        key: must have signed it; None: signatures are ignored.
+    """Return the manifest that :func:`encode` was given; without ``key``, signatures are ignored.
 
     Raises:
         CheckpointError: it is empty, truncated, damaged, foreign, of a newer version, or not signed with the key.

@@ -179,16 +179,7 @@ def _order(path: Path) -> tuple[int, int]:
 def write_arrays(
     file: BinaryIO, arrays: Mapping[str, np.ndarray], members: Mapping[str, bytes] = MappingProxyType({})
 ) -> dict[str, Entry]:
-    """Write arrays as an uncompressed zip file.
-
-    Args:
-        file: open for writing, at its beginning.
-        arrays: by name.
-        members: other members of the zip file, by name.
-
-    Returns:
-        The entry of each, in the same order.
-    """
+    """Write arrays and other ``members`` as an uncompressed zip file, at the beginning of ``file``; return the entry of each array, in order."""
     entries = {}
     with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
         for name, array in arrays.items():
@@ -258,12 +249,6 @@ def check_bounds(file: io.BufferedReader, manifest: Manifest, path: Path) -> Non
 def read_array(file: io.BufferedReader, name: str, entry: Entry, path: Path) -> np.ndarray:
     """Read one array, in the byte order of this machine.
 
-    Args:
-        file: open for reading.
-        name: name of the array, for messages.
-        entry: entry of the array.
-        path: the file, for messages.
-
     Raises:
         CheckpointError: its bytes are not those that were written.
     """
@@ -288,14 +273,7 @@ def read_array(file: io.BufferedReader, name: str, entry: Entry, path: Path) -> 
 
 @dataclass(frozen=True)
 class _StoredShard:
-    """A whole array, or a shard of one, in a file.
-
-    Args:
-        file: file of the arrays.
-        name: in that file.
-        entry: entry of that name.
-        place: in the whole array.
-    """
+    """A whole array, or a shard of one, in a file of arrays: its name and entry there, and its place in the whole array."""
 
     file: Path
     name: str
@@ -310,9 +288,6 @@ class _StoredShard:
 
 class StoredArrays(Mapping[str, np.ndarray]):
     """The whole arrays of a checkpoint; each is read from its files and checked whenever it is asked for.
-
-    Args:
-        pieces: pieces of all arrays.
 
     Attributes:
         specs: shapes and dtypes of the arrays, by name; nothing is read for these.
@@ -366,17 +341,9 @@ class Loaded:
 
 
 def write(path: Path, step: int, snapshot: Snapshot, key: bytes | None = None, parts: Sequence[str] = ()) -> str:
-    """Write the files of a checkpoint into a directory that has none but its parts, synced to the disk.
+    """Write the files of a checkpoint into a directory that has none but its parts, synced to the disk; return the sha256 of the manifest.
 
-    Args:
-        path: the directory.
-        step: step number of the checkpoint.
-        snapshot: its content.
-        key: signs it.
-        parts: what this function has returned for each part.
-
-    Returns:
-        The sha256 of the manifest, in hexadecimal digits.
+    ``parts`` has what this function has returned for each part.
 
     Raises:
         OSError: a file cannot be written.
@@ -403,10 +370,6 @@ def write(path: Path, step: int, snapshot: Snapshot, key: bytes | None = None, p
 def sign(path: Path, key: bytes) -> None:
     """Sign a checkpoint that was written without a key, or with another one.
 
-    Args:
-        path: the checkpoint's directory.
-        key: signs it.
-
     Raises:
         CheckpointError: it is damaged, or cannot be written.
     """
@@ -421,11 +384,7 @@ def sign(path: Path, key: bytes) -> None:
 
 
 def describe(path: Path, key: bytes | None = None) -> Manifest:
-    """Read the manifest of a checkpoint, without its arrays.
-
-    Args:
-        path: the checkpoint's directory.
-        key: must have signed it; None: signatures are ignored.
+    """Read the manifest of a checkpoint, which ``key`` must have signed if it is given, without the arrays.
 
     Raises:
         CheckpointError: there is no checkpoint, or its manifest is not what was written.
@@ -446,10 +405,6 @@ def _described(path: Path, key: bytes | None) -> tuple[Manifest, str]:
 
 def parts_of(path: Path, manifest: Manifest) -> dict[Path, Manifest]:
     """Read the manifests of a checkpoint's parts, by directory.
-
-    Args:
-        path: the checkpoint's directory.
-        manifest: manifest of the checkpoint.
 
     Raises:
         CheckpointError: a part is missing, is not what was written, or the parts do not make up whole arrays.
@@ -510,12 +465,7 @@ def _pieces_in(file_path: Path, manifest: Manifest, belongs: Mapping[str, ShardS
 
 
 def verify(path: Path, key: bytes | None = None) -> list[str]:
-    """Return a sentence for each damage of a checkpoint; none if it is as it was written.
-
-    Args:
-        path: the checkpoint's directory.
-        key: must have signed it; None: signatures are ignored.
-    """
+    """Return a sentence for each damage of a checkpoint, which ``key`` must have signed if it is given; none if it is as it was written."""
     try:
         files = _files(path, describe(path, key))
     except CheckpointError as error:

@@ -20,13 +20,7 @@ PART = "part-"  # and the number of the process
 
 @dataclass(frozen=True, eq=False)
 class ArrayShard:
-    """The block of a larger array that one device has.
-
-    Args:
-        shape: shape of the whole array.
-        start: index of the first element of the block, along each axis.
-        value: the block.
-    """
+    """The block of a larger array that a device has; ``shape`` is that of the whole array, ``start`` the index of the block's first element."""
 
     shape: tuple[int, ...]
     start: tuple[int, ...]
@@ -35,13 +29,7 @@ class ArrayShard:
 
 @dataclass(frozen=True)
 class ShardSlice:
-    """Where a stored shard belongs.
-
-    Args:
-        array: name of the whole array.
-        shape: shape of the whole array.
-        start: index of the shard's first element, along each axis.
-    """
+    """Where a stored shard belongs: name and shape of the whole array, and the index of the shard's first element in it."""
 
     array: str
     shape: tuple[int, ...]
@@ -59,10 +47,7 @@ class ShardSlice:
 
 
 def pack(shards: Mapping[str, Sequence[ArrayShard]]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the arrays and the metadata of a part.
-
-    Args:
-        shards: by name of the whole array.
+    """Return the arrays and the metadata of a part that has these shards, by name of the whole array.
 
     Example:
         >>> arrays, metadata = pack({"kernel": [ArrayShard((4, 2), (2, 0), np.ones((2, 2)))]})
@@ -91,10 +76,7 @@ def shard_slices(metadata: Mapping[str, Any]) -> dict[str, ShardSlice]:
 
 
 def check_cover(stored: Iterable[tuple[ShardSlice, tuple[int, ...], str]]) -> None:
-    """Check that shards make up whole arrays.
-
-    Args:
-        stored: for each shard its place, shape and dtype.
+    """Check that shards make up whole arrays, given the place, shape and dtype of each.
 
     Raises:
         ValueError: a shard is missing, twice there, outside of its array, or of another dtype or shape than the others.

@@ -215,10 +215,7 @@ class CheckpointStore:
         )
 
     def read(self, path: str | os.PathLike[str]) -> Loaded:
-        """Read and check one checkpoint.
-
-        Args:
-            path: its directory, also outside this store.
+        """Read and check one checkpoint, given its directory, also outside this store.
 
         Raises:
             CheckpointError: it is torn, truncated, damaged, foreign or of a newer version.
@@ -232,11 +229,7 @@ class CheckpointStore:
         return loaded
 
     def verify(self, path: str | os.PathLike[str]) -> list[str]:
-        """Return a sentence for each damage of a checkpoint; none if it is as it was written.
-
-        Args:
-            path: its directory, also outside this store.
-        """
+        """Return a sentence for each damage of a checkpoint, also outside this store; none if it is as it was written."""
         return serialization.verify(Path(path), self._key)
 
     @contextmanager
@@ -285,14 +278,7 @@ class CheckpointStore:
 
 
 def _failed(what: str, directory: Path, error: OSError, needed: int | None) -> CheckpointError:
-    """Make the error for a failed operation of the operating system.
-
-    Args:
-        what: the operation, and that it failed.
-        directory: directory of the store.
-        error: error of the operating system.
-        needed: number of bytes that were to be written, if known.
-    """
+    """Make the error for a failed operation of the operating system, which was to write ``needed`` bytes if that is known."""
     sentence = f"{directory}: {what}: {error.strerror or error}"
     if needed is not None and error.errno in _FULL:
         there = next(path for path in (directory, *directory.parents) if path.exists())
@@ -309,24 +295,14 @@ Gather = Callable[[str, Any], list[Any]]  # returns the values of all processes,
 
 @dataclass(frozen=True, eq=False)
 class ShardedSnapshot:
-    """What one process writes of a checkpoint.
-
-    Args:
-        shards: by name of the array, those of this process.
-        whole: all that is not in shards; None on other processes than the first.
-    """
+    """What one process writes of a checkpoint: its shards, by name of the array, and, on the first process only, all that is in no shards."""
 
     shards: Mapping[str, Sequence[ArrayShard]]
     whole: Snapshot | None = None
 
 
 def shared_token(directory: Path, *, is_chief: bool, gather: Gather) -> str | None:
-    """Find out whether all processes have the chief's directory; all call this.
-
-    Args:
-        directory: directory of the checkpoints, as this process names it.
-        is_chief: whether this is the first process.
-        gather: returns the values of all processes, see :data:`Gather`.
+    """Find out whether all processes have the chief's directory, which this process names ``directory``; all call this.
 
     Returns:
         A random name that all processes got and saw there as a file; None if one did not see it.
@@ -375,10 +351,6 @@ class ShardedStore:
 
     def write_from(self, step: int, make_snapshot: Callable[[], ShardedSnapshot]) -> None:
         """Write this process's shards, and wait until the checkpoint is complete; all processes call this.
-
-        Args:
-            step: number of steps that were trained.
-            make_snapshot: returns the content.
 
         Raises:
             CheckpointError: a process could not write its part, or the chief the checkpoint. Every process gets the error.

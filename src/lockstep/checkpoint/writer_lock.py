@@ -23,12 +23,7 @@ _LOCK_POLL_SECONDS = 1.0
 
 
 class WriterLock:
-    """The lock of the writer of a directory.
-
-    Args:
-        path: the file to lock; it is made, and never removed.
-        log: takes the line that this file system has no locks.
-        clock: gives the seconds since 1970, for the message to a second writer.
+    """The lock of the writer of a directory; its file is made, and never removed.
 
     Attributes:
         is_exclusive: whether no other process can hold it; False before it is taken, and if the file system has no locks.

@@ -77,15 +77,10 @@ class MessageTrace:
 
 
 def trace_messages(ops: CrossDeviceOps, values: Sequence[jax.ShapeDtypeStruct | jax.Array], count: int) -> MessageTrace:
-    """Return the rounds of messages of one all-reduce.
+    """Return the rounds of messages of one all-reduce of ``count`` devices, which need not exist; shapes and dtypes of their ``values`` suffice.
 
     A ``ppermute`` is one round. For the platform's collectives, which may use other algorithms, the usual ones are
     counted: ``psum``, ``psum_scatter`` and ``all_gather`` round a ring, ``all_to_all`` in pairs, one partner a round.
-
-    Args:
-        ops: the operation.
-        values: arrays of one device; shapes and dtypes suffice.
-        count: number of devices; they need not exist.
 
     Returns:
         The rounds, in the order of the program.
@@ -164,12 +159,7 @@ def crossing(pairs: np.ndarray, devices_per_machine: int) -> int:
 
 @dataclass(frozen=True)
 class NetworkLink:
-    """Latency and bandwidth of a link.
-
-    Args:
-        latency: α, seconds a message.
-        seconds_per_byte: β, one over the bandwidth.
-    """
+    """Latency of a link, α, in seconds a message, and the inverse of its bandwidth, β."""
 
     latency: float
     seconds_per_byte: float
@@ -242,14 +232,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class AllReduceMeasurement:
-    """Measured time of an all-reduce.
-
-    Args:
-        algorithm: a name in ``FORMULAS``.
-        nbytes: bytes that each device holds.
-        devices: number of devices, all in one machine.
-        seconds: its duration.
-    """
+    """Measured time of an all-reduce of ``nbytes`` on each of the devices, all in one machine; the algorithm is a name in ``FORMULAS``."""
 
     algorithm: str
     nbytes: float
@@ -290,12 +273,9 @@ def predict_seconds(
 
 
 def fit_network(measurements: Sequence[AllReduceMeasurement]) -> tuple[Network, float]:
-    """Fit latency, bandwidth and cost of adding within a machine to measured times.
+    """Fit latency, bandwidth and cost of adding within a machine to measured times, at least three, of several sizes.
 
     Least squares of the relative errors, without negative coefficients.
-
-    Args:
-        measurements: at least three, of several sizes.
 
     Returns:
         A network of one machine, and the median of the relative errors of its predictions.

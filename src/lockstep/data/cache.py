@@ -22,9 +22,6 @@ from lockstep.devices.placement import Placement
 class FileBatchStore:
     """Keeps batches in order, as a list does, in a file that exists as long as there are any.
 
-    Args:
-        path: path of the file, which must not exist yet.
-
     Raises:
         OptionError: it exists.
     """
@@ -194,12 +191,8 @@ class CachedSource(WrappedSource):
 
 
 class DeviceSource(InputSource):
-    """Arrays that are on every device as a whole; only the row numbers of a batch are sent.
-
-    Args:
-        numbers: gives, batch by batch, the numbers of its rows.
-        data: the arrays: ``(x,)``, ``(x, y)`` or ``(x, y, sample_weight)``, or x alone.
-        placement: the devices.
+    """Arrays ``(x,)``, ``(x, y)``, ``(x, y, sample_weight)``, or x alone, that are on every device as a whole; only the row numbers of a batch,
+    which ``numbers`` gives, are sent.
 
     Raises:
         OptionError: they do not fit into the memory of a device.

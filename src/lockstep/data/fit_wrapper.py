@@ -41,15 +41,7 @@ ObserveFit = Callable[[keras.Model, tuple[Any, Any, Any], dict[str, Any]], Calla
 
 
 class FitWrapper:
-    """Replaces fit, evaluate and predict of one strategy's models, and makes their inputs.
-
-    Args:
-        placement: devices and number of replicas.
-        options: the user's options.
-        process_group: the processes of the job.
-        around_call: returns a context that is open during a call, given the model, the name of the method and the arguments.
-        observe_fit: observes each call of fit.
-    """
+    """Replaces fit, evaluate and predict of one strategy's models, and makes their inputs; ``around_call`` makes the context of each call."""
 
     def __init__(
         self,
@@ -67,12 +59,7 @@ class FitWrapper:
         self._validations: WeakKeyDictionary[KerasInput, dict[str, Any]] = WeakKeyDictionary()
 
     def replace_methods(self, model: keras.Model, report: Report) -> None:
-        """Replace the methods of a model. Those that its own class defines run as they are, and ``super()`` is replaced in them.
-
-        Args:
-            model: a Keras model.
-            report: takes a sentence of advice for the user.
-        """
+        """Replace the methods of a model. Those that its own class defines run as they are, and ``super()`` is replaced in them."""
         for name in _ON_BATCH:
             if not trainer.has_own(model, name):
                 install(FIT_INPUT, [(model, name, self._checked_on_batch(model, name))])
@@ -83,12 +70,8 @@ class FitWrapper:
             install(FIT_INPUT, [(model, name, method)])
 
     def open_preview(self, model: keras.Model, data: tuple[Any, Any, Any], **options: Any) -> KerasInput:
-        """Return the input that ``fit`` would get, without a cache; the caller reads some batches and closes it.
-
-        Args:
-            model: the model.
-            data: inputs, targets and weights, as fit takes them.
-            **options: batch_size, shuffle, class_weight and steps_per_epoch, as fit takes them.
+        """Return the input that ``fit`` would get with these ``options`` (batch_size, shuffle, class_weight and steps_per_epoch), without a
+        cache; the caller reads some batches and closes it.
         """
         return self._input(model, lambda _: None, False, *data, **options)
 

@@ -18,10 +18,8 @@ def run_epoch_hook(source: InputSource, hook: EpochHook) -> None:
 
 
 class UnreadBatchCounter(WrappedSource):
-    """An input that repeats its first batch, for a process that only counts batches while other processes read them.
-
-    Args:
-        source: the input, with a known number of batches that can be read by number.
+    """Repeats the first batch of an input with a known number of batches, which can be read by number, for a process that only counts them while
+    other processes read them.
     """
 
     can_seek = has_reader = True
@@ -41,9 +39,6 @@ class IndexedBatches:
     """Reads an input as another process does, and returns batches by number.
 
     If a batch cannot be read without those before it, all are read, and kept as long as they may still be requested.
-
-    Args:
-        source: the input.
     """
 
     def __init__(self, source: InputSource) -> None:
@@ -76,21 +71,13 @@ class IndexedBatches:
             self._offset = metadata["taken_before"]
 
     def run_hooks(self, hooks: list[EpochHook]) -> None:
-        """Run the data's hooks that the other process has run and this one has not.
-
-        Args:
-            hooks: all of the call: see :attr:`lockstep.data.keras_adapter.KerasInput.epoch_hooks`.
-        """
+        """Run those of all ``hooks`` of the data in a call that the other process has run and this one has not."""
         for hook in hooks[self._hooks_done :]:
             run_epoch_hook(self._source, hook)
         self._hooks_done = max(self._hooks_done, len(hooks))
 
     def batch(self, number: int, lowest: int) -> Any:
-        """Return one batch of the pass, on the host.
-
-        Args:
-            number: number of the batch.
-            lowest: no smaller number will be requested from now on.
+        """Return one batch of the pass, on the host; no number below ``lowest`` will be requested from now on.
 
         Raises:
             InputError: there is no such batch.
@@ -113,11 +100,8 @@ class IndexedBatches:
             self._read(keep=False)
 
     def follow(self, hooks: list[EpochHook], taken: int) -> None:
-        """Bring the input to where that of the other process is at the end of a call.
-
-        Args:
-            hooks: all hooks of the data in that call.
-            taken: number of batches that were taken in it; they are read if the input continues from pass to pass.
+        """Bring the input to where that of the other process is at the end of a call; one that continues from pass to pass reads ``taken``
+        batches.
         """
         self.run_hooks(hooks)
         if not self._source.restarts:

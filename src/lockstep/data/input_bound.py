@@ -29,9 +29,6 @@ class WaitMeter:
 
     The clock starts with the third step: the first two are compiled.
 
-    Args:
-        clock: returns seconds.
-
     Attributes:
         waited: seconds in all, the first steps included.
         read: seconds for which the data's code has run, in any thread.
@@ -57,10 +54,8 @@ class WaitMeter:
 
     @contextmanager
     def waiting(self, after: Any = None) -> Iterator[None]:
-        """Measure while the next batch is waited for and no step runs.
-
-        Args:
-            after: result of the last step; until it is there the devices are at work.
+        """Measure while the next batch is waited for and no step runs; until ``after``, the result of the last step, is there, the devices are
+        at work.
         """
         begun, idle_from = self._clock(), self._time_of(after)
         try:

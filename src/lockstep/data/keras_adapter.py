@@ -70,14 +70,7 @@ class _Resume:
 class KerasInput(trainer.DataAdapter):
     """Data adapter that Keras gets in place of the user's input.
 
-    Args:
-        source: reads the batches.
-        place: puts a batch on the devices.
-        depth: number of batches that are placed ahead.
-        steps: number of batches of an epoch, or None for all of them.
-        report: takes a sentence of advice for the user.
-        on_first_batch: is called with the first batch on the host.
-        make_check: makes what checks the batches of a pass.
+    ``depth`` batches are placed ahead; an epoch has ``steps`` batches, or all of them. ``on_first_batch`` gets the first one on the host.
 
     Attributes:
         meter: measures the waits for batches.
@@ -279,11 +272,7 @@ class KerasInput(trainer.DataAdapter):
         return self._resume.steps
 
     def track_state(self, earlier: InputState | None) -> None:
-        """Track the state from now on, for :meth:`get_state`.
-
-        Args:
-            earlier: state in another process, with which :meth:`set_state` will be called when training begins.
-        """
+        """Track the state from now on, for :meth:`get_state`; with ``earlier``, :meth:`set_state` will be called when training begins."""
         self._tracking = _Tracking.ON if earlier is None else _Tracking.AWAITING_STATE
         self._source.track_cache(earlier.cache if earlier else None)
         self._earlier_hooks = earlier.hooks if earlier else ()
@@ -298,11 +287,8 @@ class KerasInput(trainer.DataAdapter):
             restore_random_state(iterator.at_begin)  # Keras's first look is the beginning of the pass.
 
     def set_state(self, state: InputState, steps: int) -> None:
-        """Resume from the state of another process. If it is in a pass, the random state is then that of its last batch.
-
-        Args:
-            state: what :meth:`get_state` returned there.
-            steps: number of steps of the epoch that are done.
+        """Resume from a state of :meth:`get_state` in another process, after ``steps`` steps of the epoch. If it is in a pass, the random state
+        is then that of its last batch.
         """
         self._tracking, self._skips_hooks = _Tracking.RESUMED, False
         self._resume = replace(self._resume, start=state.iterator, steps=steps)
@@ -333,11 +319,7 @@ class KerasInput(trainer.DataAdapter):
         self._source.restore_order(state.order)
 
     def get_state(self, is_epoch_over: bool) -> InputState:
-        """Return the state after the batch that was taken last.
-
-        Args:
-            is_epoch_over: whether all steps of the epoch are done.
-        """
+        """Return the state after the batch that was taken last; ``is_epoch_over``: all steps of the epoch are done."""
         order = self._source.order_state()
         iterator, hooks = self._pass_state(is_epoch_over), tuple(self.epoch_hooks)
         if self._source.has_hooks and self._source.progress.hooks - self._before[0] > len(hooks):
@@ -371,11 +353,7 @@ class KerasInput(trainer.DataAdapter):
         return replace(found, after=capture_random_state(), digest=None if self._source.has_hooks else found.digest)
 
     def close(self, failed: bool = False) -> None:
-        """End all work.
-
-        Args:
-            failed: whether an exception is under way: then no thread is waited for.
-        """
+        """End all work; if an exception is under way (``failed``), no thread is waited for."""
         if self._pass:
             self._pass.close(failed)
         self._count(self.total_taken)
@@ -482,11 +460,7 @@ class KerasInput(trainer.DataAdapter):
 
 
 def next_batch(iterator: Any, after: Any) -> Any:
-    """Return the next batch for a step: placed ahead of it, or as a plain iterator yields it.
-
-    Args:
-        iterator: what Keras passed to the function that runs the step.
-        after: result of the last step, or None.
+    """Return the next batch for a step after the one with the result ``after``: placed ahead of it, or as a plain iterator yields it.
 
     Raises:
         StopIteration: there is none.

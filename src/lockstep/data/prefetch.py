@@ -25,12 +25,7 @@ Read = Callable[[], Any]  # returns the next batch; raises StopIteration at the 
 
 
 class InlineReader:
-    """Reads a batch when it is taken.
-
-    Args:
-        read: returns the next batch.
-        finish: is called once at the end.
-    """
+    """Reads a batch when it is taken; ``finish`` is called once at the end."""
 
     def __init__(self, read: Read, finish: Callable[[], None]) -> None:
         self._read, self._finish = read, finish

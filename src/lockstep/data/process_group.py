@@ -43,12 +43,7 @@ class ProcessGroup:
         return proceed()
 
     def make_batch_check(self, name: str, num_batches: Callable[[], int | None]) -> Callable[[], BatchCheck] | None:
-        """Return a factory of checks: one for each pass over an input, called in the thread that reads the batches; None: no checks.
-
-        Args:
-            name: name of the input.
-            num_batches: returns the number of its batches, None if it is not known.
-        """
+        """Return a factory of checks: one for each pass over an input, called in the thread that reads the batches; None: no checks."""
         return None
 
     def broadcast_from_chief(self, found: Any) -> Any:

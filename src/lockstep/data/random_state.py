@@ -142,12 +142,7 @@ def without_added_prefetch(data: Any) -> Any:
 
 
 class ShuffledData:
-    """Order of the passes over a data set of another package, which may shuffle itself: ``tf.data`` and torch.
-
-    Args:
-        data: an object that yields batches.
-        name: name of the input, for messages.
-    """
+    """Order of the passes over a data set of another package, which may shuffle itself: ``tf.data`` and torch."""
 
     def __init__(self, data: Any, name: str) -> None:
         self._data, self._name = data, name

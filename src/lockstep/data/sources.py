@@ -131,11 +131,7 @@ class InputSource:
 
 
 class WrappedSource(InputSource):
-    """Base class of sources that read another source. It cannot seek; what a subclass does not override is forwarded to that source.
-
-    Args:
-        source: the other source.
-    """
+    """Base class of sources that read another source. It cannot seek; what a subclass does not override is forwarded to that source."""
 
     def __init__(self, source: InputSource) -> None:
         super().__init__(source.name)
@@ -179,12 +175,7 @@ class WrappedSource(InputSource):
 
 
 class AdapterSource(InputSource):
-    """The input of one of Keras's adapters.
-
-    Args:
-        adapter: that adapter.
-        data: what it reads.
-    """
+    """The input of one of Keras's adapters, which reads ``data``."""
 
     def __init__(self, adapter: Any, data: Any) -> None:
         super().__init__(type(data).__name__)
@@ -255,11 +246,8 @@ class _LeftoverSource(_UserCodeSource):
 
 
 class GeneratorSource(_LeftoverSource):
-    """A Python generator: one pass, which continues from epoch to epoch and from one ``fit`` to the next.
-
-    Args:
-        generator: yields tuples.
-        pending: batches that earlier calls read and did not use.
+    """A Python generator of tuples: one pass, which continues from epoch to epoch and from one ``fit`` to the next, first with the batches that
+    earlier calls read and did not use.
     """
 
     restarts = False
@@ -397,11 +385,7 @@ class DatasetSource(_UserCodeSource):
 
 
 class CallableSource(_UserCodeSource):
-    """A function of the step's number; None or StopIteration ends the pass.
-
-    Args:
-        function: returns the batch of a step.
-    """
+    """A function that returns the batch of a step, given its number; None or StopIteration ends the pass."""
 
     can_seek = has_reader = True
 
@@ -428,11 +412,7 @@ def _name_of(function: Callable[..., Any]) -> str:
 
 
 class IterableSource(_LeftoverSource):
-    """An iterable of batches; an iterator continues from pass to pass.
-
-    Args:
-        iterable: yields trees of arrays.
-    """
+    """An iterable of batches, which are trees of arrays; an iterator continues from pass to pass."""
 
     def __init__(self, iterable: Iterable[Any]) -> None:
         super().__init__(type(iterable).__name__, iterable, Pending())
@@ -450,13 +430,8 @@ class IterableSource(_LeftoverSource):
 
 
 def check_data(argument: str, data: Any, *, is_arrays: bool = False, may_be_empty: bool = False) -> None:
-    """Refuse data without rows of numbers, for which Keras's errors do not name the argument.
-
-    Args:
-        argument: name of the argument.
-        data: a tree of arrays, or an object that yields batches.
-        is_arrays: whether it must be arrays.
-        may_be_empty: whether arrays may have no rows.
+    """Refuse data, arrays or an object that yields batches, without rows of numbers, for which Keras's errors do not name the argument; arrays
+    without rows pass if they ``may_be_empty``.
 
     Raises:
         InputError: it has none.

@@ -35,10 +35,7 @@ class HostMemory:
 
 
 def host_memory(root: Path = Path("/")) -> HostMemory:
-    """Return the memory of this machine, with the limits of control groups (version 2, on Linux).
-
-    Args:
-        root: the directory that has ``proc`` and ``sys``.
+    """Return the memory of this machine, with the limits of control groups (version 2, on Linux); ``root`` has ``proc`` and ``sys``.
 
     Example:
         >>> from lockstep.devices.host_memory import host_memory

@@ -100,11 +100,7 @@ def listed_devices(names: Sequence[str]) -> str:
 
 
 def find_device(name: str, argument: str = "devices") -> jax.Device:
-    """Return the local device of a name.
-
-    Args:
-        name: such as "gpu:0".
-        argument: which gives the name, for errors.
+    """Return the local device of a name, such as "gpu:0".
 
     Raises:
         DeviceError: the name is none of a device, or there is no such device.

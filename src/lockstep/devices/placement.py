@@ -172,10 +172,8 @@ class Placement:
         return jax.make_array_from_callback((length, *array.shape[1:]), self.row_sharding, part)
 
     def place_local(self, batch: Any) -> Any:
-        """Put a batch on the devices as :meth:`place`, if this process has only the rows of its replicas, equally many for each.
-
-        Args:
-            batch: a tree of arrays ``(rows of this process, …)``. The devices must divide the replicas.
+        """Put a batch on the devices as :meth:`place`, if this process has only the rows of its replicas, equally many for each; the devices
+        must divide the replicas.
         """
         rows = count_rows(batch) // len(self.local_replicas) * self.replicas
         layout = self.layout(rows)
@@ -225,11 +223,8 @@ class Placement:
         return self.place(batch)
 
     def select(self, data: Any, numbers: np.ndarray) -> Any:
-        """Return a placed batch of a data set that is on every device as a whole; each device takes the rows of its replicas.
-
-        Args:
-            data: the data set, as ``batch`` in :meth:`place`, replicated over the devices.
-            numbers: numbers of the rows, shape ``(rows,)``.
+        """Return a placed batch, the rows ``numbers`` of a data set that is on every device as a whole; each device takes the rows of its
+        replicas.
         """
         layout = self.layout(len(numbers))
         wanted = self.put(numbers if layout.is_full else numbers[layout.row_index()], self.row_sharding)
@@ -313,12 +308,7 @@ def is_spread(array: jax.Array) -> bool:
 
 
 def gather_on_host(array: jax.Array, wanted: bool = True) -> Any:
-    """Return an array as NumPy's, or None if it is not wanted; if it is spread over processes, all of them call this.
-
-    Args:
-        array: with a ``NamedSharding`` if it is spread.
-        wanted: whether this process needs the array.
-    """
+    """Return an array as NumPy's, or None if it is not wanted; if it is spread over processes, by a ``NamedSharding``, all of them call this."""
     if is_spread(array):
         array = _laid_out(NamedSharding(array.sharding.mesh, PartitionSpec()))(array)  # type: ignore[attr-defined]
     return np.asarray(array) if wanted else None

@@ -130,11 +130,8 @@ _CPU_RECOMPUTE_OPTIONS = {
 
 
 def compiler_options(platform: str, *, recomputes: bool = False) -> dict[str, str]:
-    """Return the compiler options of steps for ``jax.jit``; without those that this version of XLA does not know.
-
-    Args:
-        platform: platform of the devices, for example "cpu".
-        recomputes: whether layers are recomputed in the backward pass.
+    """Return the compiler options of steps, which may recompute layers in the backward pass, for ``jax.jit``; without those that this version of
+    XLA does not know.
     """
     if platform != "cpu":
         return {}

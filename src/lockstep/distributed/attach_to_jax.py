@@ -83,13 +83,8 @@ def check_source(source: WorkerGroup, is_chosen: bool) -> str | None:
 def adopt_job(
     check: Callable[[], None], timeout_seconds: float, log: Log, environ: Mapping[str, str] = os.environ
 ) -> ProcessJob:
-    """Join the other processes of JAX, which has started, or return the job that was joined before.
-
-    Args:
-        check: raises ClusterError if this process must not join; all processes then raise that error.
-        timeout_seconds: limit of every wait.
-        log: takes lines about waits.
-        environ: has the job's secret and addresses.
+    """Join the other processes of JAX, which has started, or return the job that was joined before; if ``check`` raises ClusterError in one, all
+    raise that error.
 
     Raises:
         ClusterError: a process is missing or differs.

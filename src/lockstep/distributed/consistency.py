@@ -172,24 +172,14 @@ def _digest(text: str) -> str:
 
 
 class DriftCheck:
-    """Compares checksums of the variables, device by device and worker by worker.
-
-    Args:
-        client: the control client.
-        placement: the devices.
-    """
+    """Compares checksums of the variables, device by device and worker by worker."""
 
     def __init__(self, client: ControlClient, placement: Placement) -> None:
         self._client, self._placement = client, placement
         self._sums = PerDeviceProgram(lambda arrays: [jnp.stack([_checksum(array) for array in arrays])], placement)
 
     def __call__(self, step: int, names: Sequence[str], arrays: Sequence[Any]) -> None:
-        """Compare the variables of all devices and workers.
-
-        Args:
-            step: number of the step, for the message.
-            names: names of the variables.
-            arrays: their values, one for each name, replicated over the devices, or after an eager step on one of this process.
+        """Compare the variables of all devices and workers; they are replicated over the devices, or after an eager step on one of this process.
 
         Raises:
             ClusterError: they differ; it names the worker and the variable, on every worker.

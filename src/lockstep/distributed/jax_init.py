@@ -50,14 +50,7 @@ def start_jax(
     environ: Mapping[str, str],
     log: Callable[[str], None],
 ) -> None:
-    """Start JAX with the devices of all workers; to be called once in a process.
-
-    Args:
-        client: the control client; all workers call this.
-        cpu_devices: number of logical CPU devices of this process.
-        timeout_seconds: limit of the wait for the other workers.
-        environ: may set the port.
-        log: takes a line.
+    """Start JAX with the devices of all workers; all call this, once in a process. ``environ`` may set the port.
 
     Raises:
         ClusterError: JAX has started already, or cannot start; or the workers cannot reach each other.
@@ -153,12 +146,7 @@ def _gpus_here() -> str:
 
 
 def check_gpus_differ(client: ControlClient, devices: Sequence[jax.Device], environ: Mapping[str, str]) -> None:
-    """Check that no two workers compute on the same GPU, which NCCL refuses.
-
-    Args:
-        client: the control client; all workers call this.
-        devices: GPUs of this worker.
-        environ: names the GPUs that JAX sees.
+    """Check that no two workers compute on the same GPU, which NCCL refuses; all workers call this.
 
     Raises:
         ClusterError: on all workers, if two of them have the same GPU.
@@ -182,15 +170,10 @@ def check_gpus_differ(client: ControlClient, devices: Sequence[jax.Device], envi
 
 
 def find_jax_address(client: ControlClient, environ: Mapping[str, str], log: Callable[[str], None]) -> str:
-    """Return ``host:port`` of JAX's service, after a check that all workers can reach it.
+    """Return ``host:port`` of JAX's service, after a check that all workers can reach it; all call this. ``environ`` may set the port.
 
     JAX aborts a process that cannot open or reach that port. So the chief opens it first, the other workers connect to it, and all
     learn which of them cannot. Nothing listens there any more when this returns.
-
-    Args:
-        client: the control client; all workers call this.
-        environ: may set the port.
-        log: takes a line.
 
     Raises:
         ClusterError: on all workers, if the chief cannot listen there or a worker cannot reach it.
@@ -266,13 +249,11 @@ def _unreachable(address: str, peer: object, reason: str) -> str:
 
 
 def check_hostnames(client: ControlClient) -> None:
-    """Check that the host name of each machine leads to an address of it, which the other machines, if there are any, can reach.
+    """Check that the host name of each machine leads to an address of it, which the other machines, if there are any, can reach; all workers
+    call this.
 
     The collectives of CPUs (Gloo) listen at that address. On Debian it is 127.0.1.1 by default, which other machines cannot reach;
     Gloo would fail in the first step, with a message about sockets.
-
-    Args:
-        client: the control client; all workers call this.
 
     Raises:
         ClusterError: on all workers; it names the first worker whose name fails, and the line to write into /etc/hosts.
@@ -357,13 +338,7 @@ def prepare_threads(cpu_devices: int, environ: Mapping[str, str] = os.environ) -
 
 @dataclass(frozen=True)
 class ProcessJob:
-    """A job that this process has joined.
-
-    Args:
-        client: the control client.
-        guard: ends the process after an uncaught exception.
-        owns_jax: whether Lockstep has initialized JAX over the processes, and so shuts it down.
-    """
+    """A job that this process has joined; if it ``owns_jax``, Lockstep has initialized JAX over the processes, and so shuts it down."""
 
     client: ControlClient
     guard: ExitGuard
@@ -405,14 +380,7 @@ def job_of_this_process(
     log: Callable[[str], None],
     environ: Mapping[str, str] = os.environ,
 ) -> ProcessJob:
-    """Join the other workers, or return the job that was joined before.
-
-    Args:
-        group: the workers, more than one.
-        cpu_devices: number of logical CPU devices of this process.
-        timeout_seconds: limit of every wait.
-        log: takes lines about waits.
-        environ: has the job's generation, secret and ports.
+    """Join the other workers of a group of several, or return the job that was joined before; ``environ`` has its generation, secret and ports.
 
     Raises:
         ClusterError: a worker is missing or differs, JAX has started already, or the process belongs to another job.

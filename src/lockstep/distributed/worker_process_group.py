@@ -48,12 +48,7 @@ _CHUNK = 1 << 22  # Numbers of 4 bytes of one sum.
 
 
 class WorkerProcessGroup(ProcessGroup):
-    """Coordinates the calls of all workers, besides the steps.
-
-    Args:
-        client: the control client.
-        placement: the devices of all workers.
-    """
+    """Coordinates the calls of all workers, besides the steps."""
 
     def __init__(self, client: ControlClient, placement: Placement) -> None:
         self._client, self._placement, self._inputs = client, placement, count(1)
@@ -144,13 +139,7 @@ class _EpochEnd(keras.callbacks.Callback):
 
 
 class _WorkerBatchGather:
-    """Gathers values of all workers for the batches of one pass; to be called by one thread at a time.
-
-    Args:
-        client: the control client.
-        channel: channel of the pass.
-        name: name of the input.
-    """
+    """Gathers values of all workers for the batches of one pass; to be called by one thread at a time."""
 
     def __init__(self, client: ControlClient, channel: str, name: str) -> None:
         self._client, self._channel, self._name = client, channel, name
@@ -256,14 +245,9 @@ def _refuse_backup(arguments: dict[str, Any]) -> None:
 def _broadcast_arrays(
     client: ControlClient, placement: Placement, arrays: Mapping[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
-    """Return the chief's arrays, as sums over devices to which only the chief contributes; all workers call this.
+    """Return the chief's arrays, which hold numbers, as sums over devices to which only the chief contributes; all workers call this.
 
     The bytes of all arrays follow each other in chunks, so that this takes little more memory than the arrays.
-
-    Args:
-        client: client of the control channel.
-        placement: the devices of all workers.
-        arrays: by name, of dtypes of numbers.
     """
     given = dict(arrays)  # They may be in a file until now.
     specs = parse_description(client.broadcast("the arrays", describe_arrays(given)))
@@ -305,12 +289,8 @@ def _device_sum(mesh: Mesh) -> Any:
 
 
 class ProgressReporter(StepHook):
-    """Counts the steps of all calls of a strategy, and reports each to the control client.
-
-    Args:
-        client: the control client.
-        placement: the devices.
-        check_every: number of training steps between two comparisons of the variables; 0: no comparison.
+    """Counts the steps of all calls of a strategy, reports each to the control client, and compares the variables every ``check_every`` training
+    steps; 0: never.
     """
 
     def __init__(self, client: ControlClient, placement: Placement, check_every: int) -> None:

@@ -245,12 +245,7 @@ def trace_call(call: ModelCall) -> CallTrace:
 
 
 def infer_output_spec(call: ModelCall, whole: CallTrace, sizes: set[int]) -> OutputSpec:
-    """Prove for each result how it follows from the rows, and check that calls with ``sizes`` rows run.
-
-    Args:
-        call: the call.
-        whole: the result of :func:`trace_call`.
-        sizes: numbers of rows that replicas have.
+    """Prove for each result how it follows from the rows, and check that calls with ``sizes`` rows, those of the replicas, run.
 
     Raises:
         CannotSplitError: a result depends on several rows, or a call does not run.

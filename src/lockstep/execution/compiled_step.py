@@ -63,14 +63,7 @@ def state_lists(state: Any) -> tuple[list[Any], ...]:
 
 
 class CompiledTrainStep:
-    """A training step that is compiled at its first call; the new state has the shardings of the old.
-
-    Args:
-        step: on arrays.
-        shardings: function that returns the shardings of a state.
-        options: compiler options.
-        donated: whether the new state reuses the old one's memory.
-    """
+    """A training step on arrays, compiled at its first call; the new state has the shardings of the old, and if ``donated`` its memory."""
 
     def __init__(self, step: Step, shardings: Callable[[Any], Any], options: dict[str, str], *, donated: bool) -> None:
         self._step, self._shardings, self._options, self._donated = step, shardings, options, donated

@@ -124,12 +124,7 @@ Values = list[jax.Array]  # of one device: one array for each variable, (1, …)
 
 
 class TreeAdder:
-    """Adds results of replicas over rounds and devices, in the order of the tree.
-
-    Args:
-        layout: which replica runs on which device.
-        placement: the devices.
-    """
+    """Adds results of replicas over rounds and devices, in the order of the tree."""
 
     def __init__(self, layout: BatchLayout, placement: Placement) -> None:
         self.placement = placement
@@ -192,12 +187,8 @@ Shape = jax.ShapeDtypeStruct
 
 
 def forward_isolated(forward: SpmdForward, inputs: list[Any], placement: Placement) -> ReplicaResult:
-    """Run one forward pass by replicas, each a program of its own, while a step is traced.
-
-    Args:
-        forward: what to call.
-        inputs: the arguments that are cut, each the joined array ``(rows, …)``.
-        placement: devices and number of replicas.
+    """Run one forward pass by replicas, each a program of its own, while a step is traced; ``inputs`` are the joined arrays ``(rows, …)`` that
+    are cut.
 
     Returns:
         Rows joined, means and state merged over all replicas.

@@ -112,11 +112,7 @@ class Executor(abc.ABC):
         """Run the forward pass on joined inputs, ``(rows, …)``; ``placed`` are those that are on the devices already."""
 
     def call_whole(self, call: ModelCall, placed: list[PlacedRows | None]) -> tuple[Any, list[Any], list[Any]]:
-        """Make a call of a model on the global batch.
-
-        Args:
-            call: the call.
-            placed: those of its inputs that are on the devices already.
+        """Make a call of a model on the global batch; ``placed`` are those of its inputs that are on the devices already.
 
         Returns:
             Outputs, new values of the non-trainable variables, and losses.
@@ -248,12 +244,7 @@ class SpmdExecutor(Executor):
 
 
 class DeterministicExecutor(Executor):
-    """Runs programs with the same bits on any number of devices. Sharded variables are gathered before a step.
-
-    Args:
-        placement: devices and number of replicas.
-        shard: as in :class:`SpmdExecutor`.
-    """
+    """Runs programs with the same bits on any number of devices. Sharded variables are gathered before a step."""
 
     global_batch_note = "on every device alike"
     supports_second_derivatives = False
@@ -288,11 +279,7 @@ class DeterministicExecutor(Executor):
 
 
 class EagerExecutor(Executor):
-    """Runs replicas one after the other on one device, without compiling: for debugging.
-
-    Args:
-        device: that device.
-    """
+    """Runs replicas one after the other on one device, without compiling: for debugging."""
 
     global_batch_note = "on one device"
     supports_second_derivatives = True
@@ -330,13 +317,8 @@ def _stored_values(state: Any) -> tuple[list[Any], ...]:
 def _with_placement(
     run: Step, placement: Placement, shardings: Callable[[Any], Any] | None = None, gate: NonFiniteGate | None = None
 ) -> Step:
-    """Return ``run`` with batch and state put on the devices first, and, with several devices, one step at a time.
-
-    Args:
-        run: a step on placed arrays.
-        placement: the devices.
-        shardings: those of a state; by default each device gets all of it.
-        gate: chooses between the old and the new state.
+    """Return ``run`` with batch and state put on the devices first, and, with several devices, one step at a time; without ``shardings``, each
+    device gets the whole state.
     """
 
     def step(state: Any, batch: Any) -> tuple[Any, Any]:
@@ -355,14 +337,7 @@ Parts = Sequence[Sequence[Any]]
 
 
 class CentralExecutor(SpmdExecutor):
-    """Computes gradients on the devices of ``placement``; ``home`` holds the variables and computes the update.
-
-    Args:
-        placement: devices that compute, and number of replicas.
-        ops: adds up their gradients.
-        home: the device of the variables; it may be one of the placement's.
-        model: the model that is trained.
-    """
+    """Computes gradients on the devices of ``placement``; ``home``, which may be one of these, holds the variables and computes the update."""
 
     scans_steps = False  # The update is another program.
 
@@ -447,15 +422,7 @@ def _nothing(part: Sequence[Any]) -> list[None]:
 
 
 class ModelParallelExecutor(SpmdExecutor):
-    """Runs the global batch as one replica, on all devices of a mesh.
-
-    Args:
-        placement: the mesh.
-        shardings: shardings of the model's variables.
-        resolve: resolves them, given the inputs of a batch.
-        recompute: which layers are recomputed in the backward pass.
-        log: logs a sentence about the model, once.
-    """
+    """Runs the global batch as one replica, on all devices of a mesh; ``resolve`` resolves the shardings, given the inputs of a batch."""
 
     def __init__(
         self,

@@ -122,11 +122,7 @@ class GradientProgram:
         self.is_used = [[next(flags) for _ in part] for part in state]
 
     def __call__(self, state: State, batch: Any) -> tuple[list[jax.Array], Any, list[list[Any]]]:
-        """Run the program.
-
-        Args:
-            state: on the devices; a value that is not used may be None.
-            batch: placed.
+        """Run the program on a placed batch; a value of the state that is not used may be None.
 
         Returns:
             The gradients, the logs, and the new non-trainable and metrics values, None for each that did not change.

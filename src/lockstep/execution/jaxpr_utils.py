@@ -43,13 +43,7 @@ def expanded(equation: JaxprEqn) -> ClosedJaxpr | None:
 
 
 def evaluate(closed: ClosedJaxpr, arguments: Sequence[Any], handler: EquationHandler) -> list[Any]:
-    """Evaluate a jaxpr equation by equation.
-
-    Args:
-        closed: the jaxpr.
-        arguments: its inputs.
-        handler: called before each equation; may return other outputs for it.
-    """
+    """Evaluate a jaxpr equation by equation; ``handler`` is called before each, and may return other outputs for it."""
     values: dict[Var, Any] = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
     values.update(zip(closed.jaxpr.invars, arguments, strict=True))
 
@@ -86,12 +80,8 @@ def is_inexact(value: Any) -> bool:
 
 
 def inline_calls(closed: ClosedJaxpr, primitive: Primitive, refuse: Callable[[str], Any]) -> ClosedJaxpr:
-    """Return the jaxpr with each call (jit, custom derivative) that contains ``primitive`` replaced by its body.
-
-    Args:
-        closed: the jaxpr.
-        primitive: the primitive that must be at the top level.
-        refuse: raises an error if that is impossible; gets, for example, "inside jax.lax.scan".
+    """Return the jaxpr with each call (jit, custom derivative) that contains ``primitive`` replaced by its body; if that is impossible,
+    ``refuse`` raises an error, given for example "inside jax.lax.scan".
     """
     if not any(_contains(equation, primitive) for equation in closed.jaxpr.eqns):
         return closed

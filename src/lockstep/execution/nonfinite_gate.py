@@ -24,12 +24,9 @@ StatePosition = tuple[int, int]  # a part of the state and a position in it
 
 
 class NonFiniteGate:
-    """Selects the old or the new state.
+    """Selects the old or the new state; if ``donated``, the selected one may reuse the memory of the new one.
 
     A number counts as non-finite if it is NaN or Inf and was not so before; a variable may thus hold a mask of ``-inf``.
-
-    Args:
-        donated: whether the selected state may reuse the memory of the new one.
 
     Attributes:
         nonfinite: for each of ``names`` whether it became non-finite in the last step, ``bool (len(names),)``, on the devices.
@@ -48,13 +45,7 @@ class NonFiniteGate:
         self._is_closed = None
 
     def __call__(self, old: Any, new: Any, logs: Any) -> tuple[Any, ...]:
-        """Return the state for the next step.
-
-        Args:
-            old: the state before a step.
-            new: the state after it, which may be donated.
-            logs: logs of the step.
-        """
+        """Return the state for the next step, from those before and after a step; ``new`` may be donated."""
         new = state_lists(new)
         changed = tuple((p, n) for p, part in enumerate(new) for n, value in enumerate(part) if value is not old[p][n])
         old_values, new_values = [old[p][n] for p, n in changed], [new[p][n] for p, n in changed]
@@ -75,14 +66,7 @@ class NonFiniteGate:
 
 
 class _SelectionProgram:
-    """The program that checks some values and selects the old or the new ones.
-
-    Args:
-        changed: parts of the state and positions in it that change in a step.
-        values: the new values there.
-        losses: names of losses.
-        donated: see :class:`NonFiniteGate`.
-    """
+    """The program that checks losses and the values that a step has changed, and selects the old or the new ones."""
 
     def __init__(
         self, changed: Sequence[StatePosition], values: list[jax.Array], losses: Sequence[str], *, donated: bool

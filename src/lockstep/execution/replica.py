@@ -169,16 +169,12 @@ def with_replica_seeds(values: Sequence[Any], merges: Sequence[StateMerge], repl
 
 
 def replica_seed(state: jax.Array, replica: jax.Array) -> jax.Array:
-    """Return the seed generator state of one replica, so that each replica draws from its own stream.
+    """Return the seed generator state, ``uint32 (2,)``, of one replica, so that each replica draws from its own stream.
 
     Keras draws from a ``SeedGenerator``, whose state ``(seed, counter)`` is a key of JAX's threefry generator; each draw
     adds one to the counter. Replica 0 uses the state unchanged, so that one replica draws what plain Keras draws; replica r
     uses ``jax.random.fold_in(state, r)``. Draws of a replica thus depend on seed, step and replica only, and only the
     state of replica 0 is stored. Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (2011).
-
-    Args:
-        state: the stored state, ``uint32 (2,)``.
-        replica: number of the replica.
     """
     key = jax.random.wrap_key_data(state, impl="threefry2x32")
     folded = jax.random.key_data(jax.random.fold_in(key, replica))

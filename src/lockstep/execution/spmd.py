@@ -388,11 +388,6 @@ def switch_with_common_residuals(
     ``lax.switch`` keeps the residuals of every branch, zeros for those that did not run. Here branches that differ in the number of
     rows only share their residuals: each has the shape that the largest branch needs. Branches whose residuals do not correspond,
     because they are different operations, are left to ``lax.switch``.
-
-    Args:
-        choice: number of the branch.
-        branches: functions of ``operands`` that return the same tree.
-        operands: trees of arrays.
     """
     leaves, form = jax.tree.flatten(operands)
     is_real = [is_inexact(leaf) for leaf in leaves]

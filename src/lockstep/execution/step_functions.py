@@ -55,15 +55,7 @@ def is_in_step() -> bool:
 
 
 class StepFunctions:
-    """Builds the train, test and predict function of one model under one strategy.
-
-    Args:
-        model: a Keras model.
-        placement: devices and number of replicas.
-        executor: how compiled steps are run.
-        log: called with a sentence if the model does not run in the usual way.
-        hooks: called around each step, in this order.
-    """
+    """Builds the train, test and predict function of one model under one strategy; ``hooks`` are called around each step, in this order."""
 
     def __init__(
         self,
@@ -183,14 +175,8 @@ class StepFunctions:
 
 
 class _ForwardInterceptor:
-    """Replacement for ``stateless_call`` of a model and of models within it, while one step is traced: the same results, by replicas.
-
-    Args:
-        model: the model of the step.
-        placement: devices and number of replicas.
-        executor: runs the calls.
-        log: see :class:`StepFunctions`.
-        splits: whether calls are split into replicas; else each runs on the global batch.
+    """Replacement for ``stateless_call`` of a model and of models within it, while one step is traced: the same results, by replicas or, without
+    ``splits``, on the global batch.
     """
 
     def __init__(

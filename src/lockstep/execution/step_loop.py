@@ -49,15 +49,7 @@ class StepPrograms:
 
 
 class StepLoop:
-    """Function that runs the steps of one kind, as Keras calls it: ``(state, iterator) -> (logs or outputs, state)``.
-
-    Args:
-        model: a Keras model.
-        kind: "train", "test" or "predict".
-        programs: the compiled steps.
-        hooks: returns the hooks that are called now, in their order.
-        devices: those of the steps.
-    """
+    """Runs the steps of one kind ("train", "test" or "predict"), as Keras calls it: ``(state, iterator) -> (logs or outputs, state)``."""
 
     def __init__(
         self,
@@ -156,11 +148,7 @@ def scan_steps(step: Step) -> MultiStep:
 
 
 class _Batches:
-    """The batches of one call of a function.
-
-    Args:
-        iterator: what Keras passed to the function.
-    """
+    """The batches of one call of a function, from the iterator that Keras passed to it."""
 
     def __init__(self, iterator: Iterator[Any]) -> None:
         self._iterator = iterator

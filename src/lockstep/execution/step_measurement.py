@@ -45,13 +45,8 @@ class StepProbe:
 
 
 class StrategyProbes:
-    """Compiles the training step of a model that has a strategy, for batches.
-
-    Args:
-        model: compiled.
-        placement: devices and replicas.
-        executor: how its steps are run.
-        default: the executor whose program is measured for memory; it may be ``executor``.
+    """Compiles the training step of a compiled model that has a strategy, for batches; memory is that of the program of ``default``, which may
+    be ``executor``.
 
     Attributes:
         devices: devices of this process.

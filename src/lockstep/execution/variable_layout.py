@@ -105,14 +105,8 @@ def mebibytes(number: int) -> str:
 def layout_of(
     model: keras.Model, placement: Placement, shard: Shard, recompute: Recompute, *, deterministic: bool
 ) -> ModelLayout:
-    """Return where the variables lie between two steps.
-
-    Args:
-        model: a built model; variables that its optimizer has not made yet are left out.
-        placement: the devices.
-        shard: which variables are sharded.
-        recompute: which layers are recomputed in the backward pass.
-        deterministic: whether all variables are gathered before a step.
+    """Return where the variables of a built model lie between two steps, without those that its optimizer has not made yet; if
+    ``deterministic``, all are gathered before a step.
     """
     layers = layers_to_recompute(model, partial(is_sharded, placement), recompute)
     twice = {id(variable) for layer in layers for variable in layer.variables}

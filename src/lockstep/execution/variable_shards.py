@@ -65,16 +65,10 @@ def _gather(shard: jax.Array, axis: int) -> jax.Array:
 
 
 def gather_variables(call: ReplicaCall, model: keras.Model, placement: Placement, recompute: Recompute) -> ReplicaCall:
-    """Return the forward pass of a replica as a function of shards of the variables, or of whole values.
+    """Return the forward pass of a replica, ``call`` on whole values, as a function of shards of the variables, or of whole values.
 
     Every variable is gathered once for the whole pass, and once more in each call of a recomputed layer; what is not used is not
     computed. So a variable that is used outside of its layer has its value there, too.
-
-    Args:
-        call: the forward pass on whole values.
-        model: the model that it calls.
-        placement: the devices.
-        recompute: which layers are recomputed in the backward pass.
     """
     variables = [*model.trainable_variables, *model.non_trainable_variables]
     axes = shard_axes(variables, placement)

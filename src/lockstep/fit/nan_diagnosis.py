@@ -236,12 +236,7 @@ class Diagnosis:
 
 
 def describe_nonfinite(model: keras.Model, bad: Sequence[tuple[int, int] | str]) -> str:
-    """Describe what is not finite after a step.
-
-    Args:
-        model: model of the step.
-        bad: names of losses, and variables as part of the state and position in it.
-    """
+    """Describe what is not finite after a step: losses by their names, and variables by the part of the state and the position in it."""
     kinds = variables_of(model)
     losses = [name if name == "loss" else repr(name) for name in bad if isinstance(name, str)]
     paths = [kinds[part][number].path for part, number in (name for name in bad if not isinstance(name, str))]
@@ -253,13 +248,7 @@ def describe_nonfinite(model: keras.Model, bad: Sequence[tuple[int, int] | str])
 
 
 def diagnose(functions: StepFunctions, state: Any, batch: Any) -> Diagnosis:
-    """Run a non-finite step again and find its cause; every process calls it.
-
-    Args:
-        functions: step functions of the model.
-        state: before the step.
-        batch: as placed on the devices.
-    """
+    """Run a non-finite step again, from the state before it on the batch as placed, and find its cause; every process calls it."""
     placement = functions.placement
     here = whole_batch(batch, placement)
     layout = placement.on_first_device().layout(count_rows(here))
@@ -435,12 +424,8 @@ class _ReplayExecutor(EagerExecutor):
 
 
 def rerun(functions: StepFunctions, state: Any, batch: Any) -> LayerTrace:
-    """Run a training step and return its trace; the model, its variables and random states are unchanged.
-
-    Args:
-        functions: step functions of the model.
-        state: before the step, on the devices.
-        batch: on the first device, as :func:`whole_batch` gives it.
+    """Run a training step from the state before it, on a batch of :func:`whole_batch`, and return its trace; the model, its variables and random
+    states are unchanged.
     """
     placement, model = functions.placement, functions.model
     layout = placement.on_first_device().layout(count_rows(batch))

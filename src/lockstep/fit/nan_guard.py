@@ -149,14 +149,8 @@ def _newest_checkpoint(context: FitContext) -> tuple[int, list[list[Any]]] | Non
 
 @dataclass(frozen=True)
 class _PendingStep:
-    """A step that was started.
-
-    Args:
-        epoch: its epoch.
-        step_in_epoch: its number there.
-        batch: its batch, which is kept until the step has been checked.
-        checked_names: variables and losses that its program checks.
-        is_nonfinite: for each of them whether it is not finite, an array on the devices.
+    """A step that was started; its batch is kept until it has been checked. For each of its checked variables and losses, an array on the
+    devices says whether it is not finite.
     """
 
     epoch: int
@@ -173,16 +167,7 @@ class _PendingStep:
 
 @dataclass(eq=False)
 class StepGuard(StepHook):
-    """Checks each training step for NaN and Inf, and takes the guard's action.
-
-    Args:
-        guard: has the options, and counts skipped steps and rollbacks.
-        functions: step functions of the model.
-        newest_checkpoint: loads the newest checkpoint, on every process.
-        log: takes a line for the user.
-        epoch: the running epoch.
-        step_in_epoch: number of the step in it that begins next.
-    """
+    """Checks each training step for NaN and Inf, and takes the guard's action; ``step_in_epoch`` is the number of the step that begins next."""
 
     guard: NanGuard
     functions: StepFunctions

@@ -163,13 +163,7 @@ def _visible(line: bytes) -> bytes:
 
 
 class LogPump:
-    """Thread that forwards the output of one worker.
-
-    Args:
-        source: read end of the worker's pipe; the thread closes it at the end of the stream.
-        log: receives every byte immediately; None: nothing is logged.
-        show: receives each line; None: nothing is shown.
-    """
+    """Thread that forwards the output of a worker, each byte at once to ``log`` and each line to ``show``, and closes ``source`` at its end."""
 
     def __init__(self, source: int, log: io.RawIOBase | None, show: Callable[[bytes], object] | None) -> None:
         self._source = source

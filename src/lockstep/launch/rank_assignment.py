@@ -21,11 +21,7 @@ _FIRST_COLOURS = {"worker": 0, "ps": 2, "chief": 3, "evaluator": 5}
 
 @dataclass(frozen=True)
 class ProcessName:
-    """One process of a job.
-
-    Args:
-        job: ``"chief"``, ``"worker"``, ``"ps"`` or ``"evaluator"``, as in ``TF_CONFIG``.
-        index: its number in the job, from 0.
+    """One process of a job: a ``"chief"``, ``"worker"``, ``"ps"`` or ``"evaluator"``, as in ``TF_CONFIG``, and its number there, from 0.
 
     Example:
         >>> ProcessName("ps", 1).name, ProcessName("ps", 1).file_name, ProcessName("chief", 0).name
@@ -53,13 +49,7 @@ class ProcessName:
 
 @dataclass(frozen=True)
 class NodeProcesses:
-    """The processes of this node in one generation.
-
-    Args:
-        all: in the order in which they start.
-        expendable: processes that the job can lose.
-        leader: the job is done when this process is done; None: when all are.
-    """
+    """The processes of this node in one generation, in the order of their start; the job is done when ``leader`` is, or else when all are."""
 
     all: Sequence[ProcessName]
     expendable: frozenset[ProcessName] = frozenset()
@@ -136,12 +126,10 @@ class RankAssignment:
         return NodeProcesses([ProcessName("worker", self.first + local) for local in range(self.workers)])
 
     def variables(self, local: int) -> Mapping[str, str]:
-        """Return the environment variables of one worker: those of torchrun, and ``TF_CONFIG`` or else the address of worker 0.
+        """Return the environment variables of a worker, given its number on this node: those of torchrun, and ``TF_CONFIG`` or else the address
+        of worker 0.
 
         ``TF_CONFIG`` has all addresses, if they are known and fit: those of some 3,700 workers may not.
-
-        Args:
-            local: the worker's number on this node.
 
         Example:
             >>> RankAssignment(0, 0, 1, 2, 0, 2, "h:1", ("h:1", "h:2")).variables(1)["TF_CONFIG"]
@@ -173,12 +161,7 @@ class RankAssignment:
 
 @dataclass(frozen=True)
 class ServerRankAssignment:
-    """Addresses of the processes in one generation of a job with variable servers; all are on this machine.
-
-    Args:
-        generation: how many times all were started before.
-        cluster: ``host:port`` of the processes of each kind, as ``TF_CONFIG`` names them.
-    """
+    """Addresses ``host:port`` of the processes of each kind in one generation of a job with variable servers; all are on this machine."""
 
     generation: int
     cluster: Mapping[str, Sequence[str]]
@@ -196,10 +179,8 @@ class ServerRankAssignment:
         return NodeProcesses(every, frozenset(one for one in every if one.job == "worker"), ProcessName("chief", 0))
 
     def variables(self, local: int) -> Mapping[str, str]:
-        """Return the environment variables of one process; those of torchrun are omitted, as they assume identical workers.
-
-        Args:
-            local: its index in ``processes``.
+        """Return the environment variables of a process, given its index in ``processes``; those of torchrun are omitted, as they assume
+        identical workers.
 
         Example:
             >>> ServerRankAssignment(0, {"chief": ["h:1"], "worker": ["h:2"], "ps": ["h:3"]}).variables(2)["TF_CONFIG"]

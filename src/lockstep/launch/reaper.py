@@ -75,11 +75,7 @@ def child_pids() -> set[int]:
 
 
 def terminate_children(grace: float, excluded: Set[int] = frozenset()) -> bool:
-    """Wait until no child is left, and kill those that remain after ``grace`` seconds; their children become ours then.
-
-    Args:
-        grace: seconds that the children have to exit by themselves.
-        excluded: children that are neither waited for nor killed.
+    """Wait until no child but those ``excluded`` is left, and kill those that remain after ``grace`` seconds; their children become ours then.
 
     Returns:
         Whether all have exited. A process that waits for a disk or a driver may not, within five more seconds.

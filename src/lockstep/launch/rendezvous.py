@@ -52,14 +52,7 @@ _LOCAL_KEY = 0  # The key of this node.
 
 
 class RendezvousServer:
-    """Serves the rendezvous of one job.
-
-    Args:
-        job: what this node runs; the options of all other nodes must match.
-        me: this supervisor.
-        listener: socket that the other nodes connect to.
-        secret: that they must know; None: no secret is needed.
-        log: prints a line about a rejected connection.
+    """Serves the rendezvous of one job; the options of all other nodes must match those of this one.
 
     Attributes:
         connection: the end for this node's own client.
@@ -169,14 +162,7 @@ class NodeExit:
 class RendezvousClient:
     """Restart loop of a node whose generations are decided by the rendezvous.
 
-    Args:
-        connection: to the server.
-        server: the server itself, if it runs at this node.
-        description: description of the server, for messages.
-        signals: signals of the supervisor.
-        stop_at: when the run must be over, on the monotonic clock.
-        log: prints a line for the user.
-        clock: returns seconds and never goes back.
+    ``server`` is set at the node that runs it; ``stop_at`` is on the monotonic clock.
     """
 
     connection: FramedSocket

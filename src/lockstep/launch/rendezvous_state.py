@@ -94,13 +94,7 @@ Outbound = tuple[int, dict[str, Any]]  # the key of a node, and a message to it
 
 @dataclass
 class QuorumWait:
-    """Wait for enough nodes before a generation.
-
-    Args:
-        job: has the number of nodes and the limits of the wait.
-        opened_at: when the wait began.
-        not_before: when a start is allowed.
-    """
+    """Wait for enough nodes before a generation, which does not start before ``not_before``."""
 
     job: LaunchConfig
     opened_at: float
@@ -213,11 +207,7 @@ class GenerationState:
 
 
 class RendezvousState:
-    """The connected nodes, and the generation that they run or wait for.
-
-    Args:
-        job: what node 0 runs.
-        clock: returns seconds and never goes back.
+    """The connected nodes, and the generation of node 0's job that they run or wait for.
 
     Attributes:
         nodes: all connected nodes, by a key that grows with each new node.

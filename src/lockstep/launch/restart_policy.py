@@ -24,10 +24,7 @@ def backoff_seconds(restart: int) -> float:
 
 @dataclass
 class RestartBudget:
-    """Remaining restarts of a job; a restart of all processes and that of a single worker each count as one.
-
-    Args:
-        limit: number of restarts in total.
+    """Remaining restarts of a job, ``limit`` in total; a restart of all processes and that of a single worker each count as one.
 
     Example:
         >>> restarts = RestartBudget(1)

@@ -12,11 +12,7 @@ FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signa
 
 
 class SignalPipe:
-    """Queues signals from now until ``close``; they have no other effect.
-
-    Args:
-        numbers: the signals. A signal that this process was started to ignore, as under ``nohup``, stays ignored.
-    """
+    """Queues signals from now until ``close``, without another effect. One that the process was started to ignore (``nohup``) stays ignored."""
 
     def __init__(self, numbers: Iterable[int]) -> None:
         self._reader, self._writer = os.pipe()

@@ -48,15 +48,9 @@ _FLUSH_SECONDS = 2.0  # For a reader to take the last output.
 
 
 def supervise(job: LaunchConfig, environment: Mapping[str, str], output: io.RawIOBase, messages: io.RawIOBase) -> int:
-    """Run a job's workers on this node until they have exited; no process remains.
+    """Run a job's workers, which inherit ``environment``, on this node until they have exited; no process remains. Both streams are unbuffered.
 
     This function takes over the signals of the calling process and, on Linux, the orphans below it.
-
-    Args:
-        job: what to run.
-        environment: what the workers inherit.
-        output: unbuffered stream for the output of the workers.
-        messages: unbuffered stream for messages about the workers.
 
     Returns:
         The exit code of the job, see ``docs/launching.md``.
@@ -108,16 +102,8 @@ def supervise(job: LaunchConfig, environment: Mapping[str, str], output: io.RawI
 
 @dataclass
 class LocalRestartLoop:
-    """Restart loop of a node that restarts its workers on its own.
-
-    Args:
-        job: what runs.
-        node: rank of this node.
-        restarts: the remaining ones.
-        signals: signals of the supervisor.
-        log: prints a line for the user.
-        stop_at: time on the monotonic clock at which the job has to end; None: no limit.
-        remote_stop: None: no other node may request to stop a generation.
+    """Restart loop of a node that restarts its workers on its own, until ``stop_at`` on the monotonic clock; no other node may request to stop a
+    generation.
     """
 
     job: LaunchConfig

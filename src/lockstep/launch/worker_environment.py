@@ -67,12 +67,7 @@ def gpu_variables(gpus: list[str], process: ProcessName, processes: NodeProcesse
 
 
 def gpu_share(gpus: list[str], local: int, workers: int) -> str | None:
-    """Return CUDA_VISIBLE_DEVICES of one worker; None: it sees the same GPUs as the supervisor.
-
-    Args:
-        gpus: names of the GPUs of this node.
-        local: the worker's number on this node.
-        workers: number of workers on this node.
+    """Return CUDA_VISIBLE_DEVICES of the worker with this number on this node; None: it sees the same GPUs as the supervisor.
 
     Example:
         >>> gpu_share(["0", "1", "2"], 1, 2)

@@ -145,14 +145,9 @@ def job_exit_code(code: int) -> int:
 
 
 class WorkerProcess:
-    """Starts and controls a worker or another process of a job.
+    """Starts and controls a worker or another process of a job, which gets the variables of ``environment`` only.
 
-    Args:
-        process: its name in the job.
-        job: what it runs.
-        environment: all of its variables.
-        log: receives every byte of its output; None: nothing is logged.
-        show: receives each line of its output; None: nothing is shown.
+    ``log`` receives every byte of its output, ``show`` each line.
 
     Attributes:
         code: its exit code, or minus the number of the signal that ended it; None while it runs.

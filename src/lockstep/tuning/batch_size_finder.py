@@ -253,16 +253,8 @@ def batch_size_finder(
 
 
 class _Search:
-    """Measures sizes, and collects the measurements.
-
-    Args:
-        probes: compile and time steps of the model.
-        batch: returns a batch with a number of rows.
-        steps: number of steps to time.
-        available: bytes of memory; None if unknown.
-        process_group: the processes.
-        on_pause: is called before each size, which may take long.
-        stops: whether timing ends when larger sizes are no faster.
+    """Measures sizes, and collects the measurements; ``on_pause`` is called before each, which may take long. If it ``stops``, timing ends when
+    larger sizes are no faster.
     """
 
     def __init__(
@@ -411,11 +403,8 @@ def _check_model(model: keras.Model, owner: Any) -> None:
 
 
 def _free_memory(devices: Sequence[jax.Device], processes_here: int = 1) -> int | None:
-    """Return the bytes that a step may use: on each accelerator, or on this machine for all CPU devices of this process.
-
-    Args:
-        devices: devices of this process, of one platform.
-        processes_here: number of processes of the job that share this machine's memory.
+    """Return the bytes that a step may use: on each accelerator, or on this machine, whose memory several processes of the job may share, for
+    all CPU devices of this one.
 
     Returns:
         Nine tenths of the free memory; None if unknown.

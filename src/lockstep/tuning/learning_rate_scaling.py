@@ -33,13 +33,7 @@ _SCHEDULE = (
 
 @dataclass(frozen=True)
 class WarmUp:
-    """A linear change from one rate to another over a number of steps.
-
-    Args:
-        base: rate of the first step.
-        scaled: rate after the last step.
-        steps: number of steps in between; 0: ``scaled`` from the first step on.
-    """
+    """A linear change from the rate ``base`` to ``scaled`` over a number of steps; 0: ``scaled`` from the first step on."""
 
     base: float
     scaled: float

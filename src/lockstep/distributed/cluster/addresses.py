@@ -27,11 +27,7 @@ _MAX_LABEL = 63
 
 
 def split_address(where: str, address: object) -> tuple[str, int]:
-    """Return the host, without brackets, and the port of an address.
-
-    Args:
-        where: the argument or variable that has the address, for the error.
-        address: ``"host:port"`` or ``"[IPv6]:port"``.
+    """Return the host, without brackets, and the port of an address, ``"host:port"`` or ``"[IPv6]:port"``.
 
     Raises:
         ClusterError: it is no address, or the port is not 1 to 65535.

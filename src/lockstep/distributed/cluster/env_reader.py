@@ -116,9 +116,6 @@ NO_SECRET = NetworkOptions()
 def restarts_of(environ: Mapping[str, str]) -> int:
     """Return how many times the launcher has restarted the job.
 
-    Args:
-        environ: names and values.
-
     Raises:
         ClusterError: the variable is no whole number of at least 0.
 
@@ -147,9 +144,6 @@ def job_generation(environ: Mapping[str, str]) -> int:
 def launched_workers(environ: Mapping[str, str]) -> int:
     """Return how many workers of this job ``lockstep run`` has started; 1 in a process that it has not started.
 
-    Args:
-        environ: names and values.
-
     Raises:
         ClusterError: the number is no whole number of at least 1.
 
@@ -171,11 +165,8 @@ def _of_launcher(environ: Mapping[str, str]) -> EnvReader:
 
 
 def visible_gpus(environment: Mapping[str, str], devices: Path = _DEVICES) -> list[str]:
-    """Return the names of the GPUs that programs may use: those of CUDA_VISIBLE_DEVICES, or else all of this machine.
-
-    Args:
-        environment: JAX_PLATFORMS may exclude GPUs.
-        devices: the folder of device files.
+    """Return the names of the GPUs that programs may use: those of CUDA_VISIBLE_DEVICES, or else all of this machine; none if JAX_PLATFORMS
+    excludes GPUs.
     """
     platforms = environment.get("JAX_PLATFORMS")
     if platforms and not _GPU_PLATFORMS & set(platforms.split(",")):
@@ -191,21 +182,13 @@ def gpu_files(devices: Path = _DEVICES) -> list[str]:
     """Return the names of the GPUs' device files that this process may open, which its container or control group decides.
 
     CUDA numbers the GPUs that it may open from 0: two processes that name the same numbers may have different GPUs.
-
-    Args:
-        devices: the folder of device files.
     """
     found = [path for path in devices.glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name)]
     return sorted(path.name for path in found if os.access(path, os.R_OK | os.W_OK))
 
 
 def has_accelerators(environment: Mapping[str, str], devices: Path = _DEVICES) -> bool:
-    """Return whether JAX computes on GPUs or TPUs in programs with this environment.
-
-    Args:
-        environment: JAX_PLATFORMS may exclude accelerators.
-        devices: the folder of device files.
-    """
+    """Return whether JAX computes on GPUs or TPUs in programs with this environment, where JAX_PLATFORMS may exclude them."""
     if visible_gpus(environment, devices):
         return True
     platforms = environment.get("JAX_PLATFORMS")

@@ -355,14 +355,7 @@ def membership_of_group(group: WorkerGroup) -> Membership:
 def find_membership(
     source: str, spec: ClusterSpec, task_type: str | None, task_id: int | None, environ: Mapping[str, str]
 ) -> Membership:
-    """Return the membership of a process in a cluster whose description names jobs.
-
-    Args:
-        source: source of the description, for messages.
-        spec: the cluster.
-        task_type: this process's job; may be None only if a single process trains.
-        task_id: its index in the job; likewise.
-        environ: may set the address of worker 0.
+    """Return the membership of a process in a cluster whose description names jobs; its task may be None if only a single process trains.
 
     Raises:
         ClusterError: the task is missing or not in the cluster; or no process trains.

@@ -26,11 +26,7 @@ class JoinRejection:
 
 
 class Admission:
-    """The workers that have joined.
-
-    Args:
-        group: the workers that the chief expects.
-        chief: the chief itself, whose identity all workers must have.
+    """The workers of the group that have joined; all must have the identity of the chief.
 
     Attributes:
         peers: the workers that have joined, by index.

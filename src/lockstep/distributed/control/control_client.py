@@ -412,12 +412,7 @@ class _Channels:
 
 
 class _HeartbeatState:
-    """Progress of this worker for its heartbeats, and the silence of the chief.
-
-    Args:
-        chief: receives the heartbeats.
-        clock: gives seconds, and is not set back.
-    """
+    """Progress of this worker for its heartbeats, and the silence of the chief."""
 
     def __init__(self, chief: Peer, clock: Callable[[], float]) -> None:
         self._chief, self._clock = chief, clock

@@ -36,14 +36,7 @@ _ENDING = JoinRejection("the job of this chief has failed and ends", again=True)
 
 @dataclass(frozen=True)
 class CollectiveReply:
-    """The result of a collective call for some workers.
-
-    Args:
-        to: the workers.
-        channel: channel of the call.
-        values: the result; empty after an error.
-        error: why there is none.
-    """
+    """The result of a collective call for some workers, or why there is none."""
 
     to: tuple[int, ...]
     channel: str
@@ -64,10 +57,7 @@ class _PendingCollective:
 
 
 class PendingCollectives:
-    """All collective calls that are under way.
-
-    Args:
-        workers: number of workers that make each call.
+    """All collective calls that are under way, each of which ``workers`` workers make.
 
     Example:
         >>> calls = PendingCollectives(2)
@@ -174,16 +164,7 @@ class _WorkerRecord:
 
 
 class ControlServer:
-    """Serves the control channel of one job.
-
-    Args:
-        group: the workers.
-        chief: this process.
-        listener: accepts the connections of the other workers; None for a job of one worker.
-        secret: that the workers must know.
-        limits: limits of waits.
-        log: takes lines.
-        clock: gives seconds, and is not set back.
+    """Serves the control channel of one job; a job of one worker has no listener.
 
     Attributes:
         connection: the other end of the connection to the chief's own control client.

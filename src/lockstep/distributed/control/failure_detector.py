@@ -57,12 +57,7 @@ _FIXES = {
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a job cannot continue.
-
-    Args:
-        kind: how the worker has failed.
-        worker: its number.
-        sentence: all of this for the user, with its machine and process.
+    """Why a job cannot continue: how a worker has failed, and all of this in a sentence for the user, with its machine and process.
 
     Example:
         >>> Failure(FailureKind.DIED, 1, "worker 1 of 2 (node1, process 77) died.").exit_code
@@ -114,25 +109,15 @@ def find_failure(now: float, statuses: Sequence[WorkerStatus], limits: Limits) -
 
 
 def find_death(status: WorkerStatus, ended: str | None) -> Failure | None:
-    """Return the failure of a worker whose connection has closed; None if it had left.
-
-    Args:
-        status: its last status.
-        ended: how the connection ended.
-    """
+    """Return the failure of a worker whose connection has closed, given its last status and how that ended; None if it had left."""
     if status.left:
         return None
     return make_failure(FailureKind.DIED, status.peer, f"died: {ended} unexpectedly, last {status.doing}.")
 
 
 def find_overdue(now: float, missing: Sequence[WorkerStatus], waits: Peer, what: str) -> Failure:
-    """Return the failure that has made a worker's wait exceed its limit.
-
-    Args:
-        now: the time.
-        missing: the workers that ``waits`` waits for.
-        waits: the waiting worker.
-        what: what it waits for, and since when.
+    """Return the failure that has made the wait of ``waits`` for the ``missing`` workers exceed its limit; ``what`` says what it waits for, and
+    since when.
     """
     status = min(missing, key=lambda status: (status.activity in MAY_TAKE_LONG, status.step, status.since))
     if now - status.heard > QUIET:
@@ -142,13 +127,7 @@ def find_overdue(now: float, missing: Sequence[WorkerStatus], waits: Peer, what:
 
 
 def find_cause(now: float, found: Failure, statuses: Sequence[WorkerStatus]) -> Failure:
-    """Return the cause of a failure: a death or an exception may result from the silence, or the early end, of another worker.
-
-    Args:
-        now: the time.
-        found: the failure that was noticed first.
-        statuses: statuses of all workers.
-    """
+    """Return the cause of the failure noticed first: a death or an exception may result from the silence, or early end, of another worker."""
     if found.kind not in (FailureKind.DIED, FailureKind.FAILED):
         return found
     quiet = [
@@ -245,10 +224,6 @@ class SuspendDetector:
     """Detects that this process was suspended: silences that fall into such a pause are not failures of other workers.
 
     The process has not run if it has used little CPU time. Else other threads have held Python's lock (the GIL).
-
-    Args:
-        clock: gives seconds, and is not set back.
-        cpu_clock: gives the seconds of CPU time of this process.
 
     Attributes:
         since: when the last pause ended.

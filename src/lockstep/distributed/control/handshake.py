@@ -161,12 +161,7 @@ def _mac(secret: bytes, *texts: str) -> bytes:
 
 
 class ServerHandshake:
-    """The server's side of one handshake.
-
-    Args:
-        connection: to the client.
-        secret: that the client must know; None: none.
-    """
+    """The server's side of one handshake; without ``secret``, the client needs to know none."""
 
     def __init__(self, connection: FramedSocket, secret: bytes | None) -> None:
         self._connection, self._secret = connection, secret
@@ -219,9 +214,6 @@ class ServerHandshake:
 class RejectionLog:
     """Logs why connections were closed, once for each of the first reasons; may be used from any thread.
 
-    Args:
-        log: takes lines.
-
     Attributes:
         reasons: the addresses, by reason.
     """
@@ -241,16 +233,10 @@ class RejectionLog:
 
 
 class HandshakeServer:
-    """Runs the server's side of the handshake for the connections of a listener.
+    """Runs the server's side of the handshake for the connections of a listener; ``on_peer`` gets each one whose handshake is complete.
 
     So many connections may be in their handshake: a quarter of the file descriptors that this process may have, 256 at most; and a
     quarter of those from one address. One more takes the place of the oldest one, so that silent connections keep no client out.
-
-    Args:
-        loop: serves the connections.
-        secret: that clients must know; None: none.
-        on_peer: gets each connection whose handshake is complete, with its client.
-        log: takes a line for each of the first reasons of rejections.
 
     Attributes:
         rejections: why connections were closed.
@@ -317,12 +303,8 @@ def _host_of(connection: FramedSocket) -> str:
 
 
 def refusal(sentence: str, *, again: bool = False, exit_code: int | None = None) -> dict[str, Any]:
-    """Return the message that refuses a client.
-
-    Args:
-        sentence: the reason, for the user.
-        again: whether to try again later is right.
-        exit_code: exit code of the refused process; None: as after any error of the program.
+    """Return the message that refuses a client, which may try ``again`` later, or ends with ``exit_code``; None: as after any error of the
+    program.
     """
     return {"kind": "refused", "sentence": sentence, "again": again, "exit_code": exit_code}
 
@@ -357,11 +339,7 @@ def _describe(me: Peer) -> str:
 
 
 def connect(address: str, seconds: float) -> FramedSocket:
-    """Connect to a server.
-
-    Args:
-        address: ``host:port``.
-        seconds: limit of the wait.
+    """Connect to the server at ``host:port`` within some seconds.
 
     Raises:
         RetryableConnectError: no server accepted the connection in time.
@@ -377,13 +355,7 @@ def connect(address: str, seconds: float) -> FramedSocket:
 
 
 def introduce(connection: FramedSocket, me: Peer, secret: bytes | None, seconds: float) -> None:
-    """Run the client's side of the handshake, up to the server's decision to admit this process.
-
-    Args:
-        connection: to the server.
-        me: this process.
-        secret: secret of the job.
-        seconds: limit of the wait for the challenge.
+    """Run the client's side of the handshake, up to the server's decision to admit this process; ``seconds`` limits the wait for the challenge.
 
     Raises:
         RetryableConnectError: no process of a Lockstep job answers there.
@@ -481,17 +453,11 @@ _ALL_ADDRESSES = ""
 def open_listener(
     coordinator: str, network: NetworkOptions, log: Callable[[str], None], who: str = "the chief"
 ) -> socket.socket:
-    """Return a socket that listens for the other processes of the job.
+    """Return a socket that listens for the other processes of the job, which connect to ``coordinator``.
 
     It listens at ``network.bind_host``. Without one, it listens on the coordinator's host if that is a loopback address or another
     address of this machine. If it is a name, which may have another address on this machine (often 127.0.1.1), or an address of a
     NAT, it listens on all addresses.
-
-    Args:
-        coordinator: ``host:port`` that the other processes connect to.
-        network: the address to listen on, and whether other machines may be talked to.
-        log: takes a line.
-        who: the process that listens, for messages.
 
     Raises:
         ClusterError: other machines can reach the socket and there is no secret, the port is in use, or the host is not an address of
@@ -521,12 +487,7 @@ def open_listener(
 
 
 def check_closed(address: str, network: NetworkOptions, who: str) -> None:
-    """Check that a process needs no secret, or has one.
-
-    Args:
-        address: ``host:port`` at which the process listens, or to which it connects.
-        network: has the secret.
-        who: the process, for the error.
+    """Check that a process needs no secret at the ``host:port`` at which it listens or to which it connects, or has one.
 
     Raises:
         ClusterError: the host is no loopback address, there is no secret, and the user has not said that none is needed.

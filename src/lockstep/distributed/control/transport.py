@@ -50,12 +50,7 @@ _COUNT = struct.Struct(">Q")
 
 
 class Mac:
-    """The message authentication code (HMAC-SHA-256) of one unit: a frame, or the arrays that follow it.
-
-    Args:
-        key: key of one direction of one connection.
-        number: number of the unit in its direction.
-    """
+    """The message authentication code (HMAC-SHA-256) of one unit, numbered in its direction: a frame, or the arrays that follow it."""
 
     def __init__(self, key: bytes, number: int) -> None:
         self._hmac = hmac.new(key, _COUNT.pack(number), hashlib.sha256)
@@ -75,10 +70,8 @@ class Mac:
 
 
 class MacCounter:
-    """Gives each unit of one direction its MAC. A unit that is repeated, left out or moved has a wrong one.
-
-    Args:
-        key: key of this direction of this connection only.
+    """Gives each unit of one direction its MAC, by the key of this direction of this connection only. A unit that is repeated, left out or moved
+    has a wrong one.
     """
 
     def __init__(self, key: bytes) -> None:
@@ -159,10 +152,7 @@ def decode(body: bytes) -> dict[str, Any]:
 
 
 class FrameDecoder:
-    """Cuts a stream of bytes into messages.
-
-    Args:
-        limit: bytes of a message; longer ones are refused at their header.
+    """Cuts a stream of bytes into messages; those longer than ``limit`` are refused at their header.
 
     Attributes:
         macs: MACs of the messages from now on; None: they have none.
@@ -227,11 +217,9 @@ def limit_unacknowledged(connected: socket.socket, seconds: float) -> None:
 
 
 class FramedSocket:
-    """One end of a connection that sends and receives messages without blocking; used by one thread at a time.
+    """One end of a connection, which owns its socket; used by one thread at a time.
 
-    Args:
-        connected: the socket, which belongs to this object from now on.
-        limit: bytes of a message that is received.
+    It sends and receives messages without blocking; those that it receives have at most ``limit`` bytes.
 
     Attributes:
         ended: why no more messages can come; None while they can.
@@ -341,12 +329,7 @@ _PAUSE_SECONDS = 0.5
 
 
 class EventLoop:
-    """A daemon thread that serves connections, runs calls of other threads, and runs timers.
-
-    Args:
-        name: name of the thread.
-        clock: gives seconds, and is not set back.
-    """
+    """A daemon thread that serves connections, runs calls of other threads, and runs timers."""
 
     def __init__(self, name: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

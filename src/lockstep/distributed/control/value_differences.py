@@ -54,13 +54,7 @@ class Disagreement:
         return self.different[0], self.usual
 
     def sentence(self, topic: str, values: Sequence[Any], names: Sequence[str]) -> str:
-        """Describe the difference between the workers of :attr:`pair` for the user.
-
-        Args:
-            topic: what the values are of.
-            values: by worker; only those of the pair are used.
-            names: by worker.
-        """
+        """Describe the difference in ``topic`` between the workers of :attr:`pair` for the user; only their values and names are used."""
         odd, usual = self.pair
         path, here, there = first_difference(values[odd], values[usual]) or ("", "", "")
         several = len(self.different) > 1
@@ -72,10 +66,7 @@ class Disagreement:
 
 
 def find_disagreement(values: Sequence[Any]) -> Disagreement | None:
-    """Return which workers differ; None if all have equal values.
-
-    Args:
-        values: values of all workers, in order.
+    """Return which workers differ, given the values of all in order; None if all have equal values.
 
     Example:
         >>> from lockstep.distributed.control.value_differences import find_disagreement

@@ -103,12 +103,7 @@ def resolve(
 def notes_if_alone(
     environ: Mapping[str, str], resolvers: Sequence[type[EnvironmentResolver]] = RESOLVERS
 ) -> tuple[str, ...]:
-    """Return a note for a process that trains alone though variables of jobs of several processes are set; else nothing.
-
-    Args:
-        environ: names and values.
-        resolvers: those that know such variables.
-    """
+    """Return a note for a process that trains alone though variables of jobs of several processes are set; else nothing."""
     unused = [(kind.source, names, kind.fix) for kind in resolvers if (names := kind.unused_variables(environ))]
     if environ.get("PMI_SIZE", "").strip() not in ("", "1"):
         unused.append(("MPICH or Intel MPI", ["PMI_SIZE"], JaxClusterResolver.fix))

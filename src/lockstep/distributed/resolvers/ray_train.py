@@ -16,12 +16,7 @@ _JOB = "RAY_JOB_ID"
 
 
 class RayTrain:
-    """Calls Ray if the program has imported it.
-
-    Args:
-        modules: the imported modules.
-        load: imports one more of Ray's.
-    """
+    """Calls Ray if the program has imported it."""
 
     def __init__(self, modules: Mapping[str, Any] = sys.modules, load: Callable[[str], Any] = import_module) -> None:
         self._modules = modules

@@ -25,14 +25,7 @@ from lockstep.execution.rowwise.rules import (
 
 @dataclass(frozen=True)
 class EquationLinks:
-    """One equation, for its rule.
-
-    Attributes:
-        axes: the logical axes of the program.
-        equation: the equation.
-        operands: its operands; None for a literal.
-        results: its results.
-    """
+    """One equation, for its rule; an operand is None for a literal."""
 
     axes: LogicalAxes
     equation: JaxprEqn
@@ -373,12 +366,7 @@ RULES: dict[str, Callable[[EquationLinks], None]] = {
 
 
 def read_program(program: ClosedJaxpr, num_shards: int) -> LogicalAxes:
-    """Return the logical axes of a program.
-
-    Args:
-        program: the traced program.
-        num_shards: number of shards.
-    """
+    """Return the logical axes of a traced program."""
     axes = LogicalAxes(num_shards)
     axes.inputs = [axes.new_array(atom.aval) for atom in program.jaxpr.invars]
     axes.results = [array for array in _ProgramReader(axes).closed(program, axes.inputs) if array is not None]

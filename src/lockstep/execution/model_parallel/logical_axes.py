@@ -21,13 +21,7 @@ AxisKey = tuple[int, int]  # number of an array, and an axis
 
 @dataclass(frozen=True)
 class ArrayNode:
-    """An array of the program; each call of a function has its own.
-
-    Attributes:
-        number: in program order.
-        shape: its shape.
-        bytes: size of the whole array.
-    """
+    """An array of the program, numbered in program order, and the bytes of the whole array; each call of a function has its own."""
 
     number: int
     shape: tuple[int, ...]

@@ -39,11 +39,7 @@ LayoutArgument = Any  # "auto", a keras.distribution.LayoutMap, a mapping from p
 
 @dataclass(frozen=True)
 class MeshAxes:
-    """The axes of a mesh, under the names that the user gave them. The rows of a batch are sharded over the first.
-
-    Attributes:
-        sizes: number of devices along each axis, by name.
-    """
+    """The axes of a mesh: the number of devices along each, by the user's name of it. The rows of a batch are sharded over the first."""
 
     sizes: Mapping[str, int]
 
@@ -282,11 +278,6 @@ class MeshOptions:
 class ModelShardings:
     """Shardings of one model's variables, which are resolved before its first step.
 
-    Args:
-        model: the model.
-        options: options of the strategy.
-        log: logs a sentence about the model.
-
     Attributes:
         is_resolved: whether the axes of all variables are known.
     """
@@ -308,10 +299,8 @@ class ModelShardings:
         self.is_resolved &= all(id(variable) in self._axes for variable in self._model.variables)
 
     def resolve(self, x: Any) -> None:
-        """Resolve where the variables lie.
-
-        Args:
-            x: inputs of a model that states none: a tree of arrays, or of their shapes and types, ``(rows, …)``.
+        """Resolve where the variables lie; ``x`` has the inputs of a model that states none: a tree of arrays ``(rows, …)``, or of their shapes
+        and types.
 
         Raises:
             ModelError: a rule matches nothing, two match the same variable, or one has another number of axes.

@@ -159,13 +159,7 @@ _LIBRARIES = tuple(os.path.join(module.__path__[0], "") for module in (jax, kera
 
 @dataclass(frozen=True)
 class EquationPair:
-    """The same equation in both traces.
-
-    Attributes:
-        equations: the equation in each trace.
-        rows: number of rows of each trace.
-        zeros: variables of the first trace that hold zeros.
-    """
+    """The same equation in both traces, with their numbers of rows, and the variables of the first trace that hold zeros."""
 
     equations: tuple[JaxprEqn, JaxprEqn]
     rows: tuple[int, int]

@@ -26,12 +26,7 @@ _OF_ALL = frozenset(("add", "add_any", "concatenate", "or", "pad", "sub"))
 
 
 def are_zero(jaxpr: Jaxpr, given: Sequence[bool]) -> list[bool]:
-    """Return which results are zero if these inputs are; False if it is not known.
-
-    Args:
-        jaxpr: the operations.
-        given: for each input whether it is zero.
-    """
+    """Return which results are zero if the ``given`` inputs are; False if it is not known."""
     return [sign == 0 for sign in _signs(jaxpr, [0 if zero else None for zero in given])]
 
 

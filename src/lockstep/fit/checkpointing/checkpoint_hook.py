@@ -85,13 +85,7 @@ def _start_at_resume_position(run: FitCheckpoint, context: FitContext) -> None:
 
 
 class CheckpointCallbackList(keras.callbacks.CallbackList):
-    """Keras's list of callbacks, that skips the steps that an earlier process has done, and calls the checkpoint after all callbacks.
-
-    Args:
-        run: the checkpoints of the call.
-        callbacks: the user's, and those of other hooks.
-        **options: as Keras gives them to its list.
-    """
+    """Keras's list of callbacks, that skips the steps that an earlier process has done, and calls the checkpoint after all callbacks."""
 
     def __init__(self, run: FitCheckpoint, callbacks: list[keras.callbacks.Callback], **options: Any) -> None:
         self._run, self._epoch = run, 0

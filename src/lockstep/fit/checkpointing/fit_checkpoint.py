@@ -92,11 +92,8 @@ class ResumedRun:
         return cls(position, arrays, metadata, extends=metadata.get("extends", 0), is_stopped=is_stopped)
 
     def for_epochs(self, epochs: int, extend: bool) -> "ResumedRun":
-        """Return the run with the epochs of a call of ``fit``.
-
-        Args:
-            epochs: epochs of the call.
-            extend: whether they come after those of a run that has finished, also if this one resumes such an extension.
+        """Return the run with the epochs of a call of ``fit``; ``extend``: they come after those of a finished run, also if this one resumes
+        such an extension.
         """
         if not extend:
             return replace(self, epochs=epochs, extends=0)
@@ -140,15 +137,10 @@ class ResumedRun:
 
 
 def on_all_processes(loaded: Loaded | None, directory: Path, group: ProcessGroup) -> Found | None:
-    """Return the chief's checkpoint on every process; all call this.
+    """Return the chief's checkpoint, or None if it has none, on every process; all call this, the others with None.
 
     If all have the chief's directory, each reads the arrays from there, one at a time, when they are asked for. Otherwise the chief reads
     all of them and sends them.
-
-    Args:
-        loaded: the checkpoint; None if there is none, and on other processes.
-        directory: directory of the checkpoints, as this process names it.
-        group: the processes of the job.
     """
     named = group.all_gather("the newest checkpoint", [loaded.path.name, loaded.sha256] if loaded else None)[0]
     if named is None:
@@ -170,12 +162,8 @@ def _stored_here(directory: Path, name: str, sha256: str) -> Loaded | None:
 
 
 def resume_message(resumed: ResumedRun, directory: Path, steps: int | None = None) -> str:
-    """Return the line about the resume position, or why nothing is left to train.
-
-    Args:
-        resumed: the earlier run.
-        directory: directory of the checkpoints.
-        steps: number of steps of an epoch, if it is known: with ``steps_per_execution`` the position may be beyond it.
+    """Return the line about the resume position, which with ``steps_per_execution`` may be beyond the ``steps`` of an epoch, or why nothing is
+    left to train.
 
     Example:
         >>> resume_message(ResumedRun(TrainPosition(step=56, epoch=3, batch=8), epochs=5), Path("run"))

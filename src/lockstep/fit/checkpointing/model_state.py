@@ -45,9 +45,6 @@ _ValueOf = Callable[[keras.Variable], Any]  # Returns the current value of a var
 class ModelVariables:
     """All variables of a compiled model, named by kind and number, such as ``optimizer/3``.
 
-    Args:
-        model: a compiled model.
-
     Attributes:
         state: the state after the last training step of the running epoch; Keras's own variables do not have it until the epoch ends.
     """
@@ -101,12 +98,7 @@ class ModelVariables:
             set_from_host(variable, arrays[name])
 
     def check(self, arrays: Mapping[str, np.ndarray], paths: Mapping[str, str], source: str) -> None:
-        """Check that values are those of this model.
-
-        Args:
-            arrays: the values by name.
-            paths: paths of the variables from which the values were read.
-            source: source of the values, for messages.
+        """Check that values, by name, are those of this model; ``paths`` are those of the variables from which they were read.
 
         Raises:
             CheckpointError: a value is missing, of another shape, dtype or optimizer, or there are others.
@@ -168,10 +160,8 @@ def _copied_on_devices(values: list[Any]) -> list[Any]:
 
 
 def _copied(values: list[Any]) -> list[Any]:
-    """Copy arrays asynchronously on CPUs; from accelerators, whose memory may have no room for a second state, to the host.
-
-    Args:
-        values: arrays that are on devices of this process.
+    """Copy arrays on devices of this process: asynchronously on CPUs; from accelerators, whose memory may have no room for a second state, to
+    the host.
     """
     if not values or platform_of(next(iter(values[0].devices()))) == "cpu":
         return list(_copied_on_devices(values))
@@ -302,13 +292,7 @@ def packed_attributes(
 
 
 def first_attributes(owner: Any, name: str, value_of: _ValueOf = _own_value) -> FirstAttributes:
-    """Return the attributes of an object when training begins.
-
-    Args:
-        owner: a callback.
-        name: prefix of the names of its arrays.
-        value_of: see :func:`packed_attributes`.
-    """
+    """Return the attributes of an object when training begins; see :func:`packed_attributes`."""
     first = FirstAttributes()
     for attribute, packed, arrays in _values(owner, name, value_of):
         first.values[attribute] = _comparable(packed, arrays)
@@ -319,10 +303,7 @@ def first_attributes(owner: Any, name: str, value_of: _ValueOf = _own_value) -> 
 def unreplaced(owner: Any, attributes: Iterable[str], first: FirstAttributes) -> list[str]:
     """Return which containers and arrays in attributes are those of when training began: data and other callbacks may have them, too.
 
-    Args:
-        owner: a callback.
-        attributes: names of attributes that are values.
-        first: result of :func:`first_attributes`; objects that have been replaced are removed there.
+    Objects that have been replaced are removed from ``first``.
 
     Returns:
         Their paths: the name of the attribute, and numbers of items in containers, such as ``"table/0"``.
@@ -667,13 +648,7 @@ def _is_callback(value: Any) -> bool:
 
 
 class _Field(NamedTuple):
-    """What a field of the metadata must be.
-
-    Args:
-        expected: in words.
-        fits: whether a value is that.
-        is_optional: whether earlier versions have written none.
-    """
+    """What a field of the metadata must be; an optional one is absent in checkpoints of earlier versions."""
 
     expected: str
     fits: Callable[[Any], bool]
@@ -728,10 +703,8 @@ _KINDS_OF_STATE = {
 
 
 class MetadataCheck:
-    """Checks the metadata of a checkpoint of ``fit`` before anything is restored.
-
-    Args:
-        callbacks: those of the call that will be restored; those that Keras adds are known.
+    """Checks the metadata of a checkpoint of ``fit`` before anything is restored, given the callbacks to restore; those that Keras adds are
+    known.
     """
 
     def __init__(self, callbacks: Iterable[Any]) -> None:

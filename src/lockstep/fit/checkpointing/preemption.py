@@ -143,16 +143,10 @@ def _has_no_handler(number: signal.Signals) -> bool:
 def exit_after_checkpoint(
     preemption: Preemption, step: int, directory: Path, writer: AsyncWriter | None, log: Callable[[str], None]
 ) -> None:
-    """Exit when the last checkpoint of this process is written, or the limit of the writer has passed; the process ends with all others.
+    """Exit when the last checkpoint of this process, if it writes one, is written, or the limit of the writer has passed; the process ends with
+    all others.
 
     What has started the processes may stop all of them soon after the first has ended.
-
-    Args:
-        preemption: has the reason.
-        step: the last step.
-        directory: directory of the checkpoints.
-        writer: writes the checkpoint; None on workers that do not write.
-        log: takes the line about it.
 
     Raises:
         SystemExit: always, with code 75.

@@ -101,12 +101,7 @@ def _prometheus_client() -> Any:
 
 
 class _Collector:
-    """Reads the metrics of a call of ``fit`` for each request, as ``prometheus_client`` asks for them.
-
-    Args:
-        attachment: to the call.
-        core: the module of the classes of metrics.
-    """
+    """Reads the metrics of a call of ``fit`` for each request, as ``prometheus_client`` asks for them."""
 
     def __init__(self, attachment: Attachment, core: Any) -> None:
         self._attachment, self._core, self._restarts = attachment, core, restarts_of(os.environ)
@@ -212,13 +207,7 @@ class KubeflowProgress(MonitorCallback):
 
 @dataclass(frozen=True)
 class _StatusServer:
-    """The server of Kubeflow Trainer for one TrainJob.
-
-    Args:
-        url: to post to.
-        ca_file: certificate of its authority.
-        token_file: has the token, which Kubernetes renews.
-    """
+    """The server of Kubeflow Trainer for one TrainJob, the certificate of its authority, and the file of the token, which Kubernetes renews."""
 
     url: str
     ca_file: str
@@ -265,11 +254,6 @@ def _server_of(environ: Mapping[str, str], log: Callable[[str], None]) -> _Statu
 
 class _Updates:
     """Sends the status of a call of ``fit`` from a thread.
-
-    Args:
-        server: to send it to.
-        timer: timer of the call.
-        log: takes a line for the user.
 
     Attributes:
         metrics: logs of the last epoch.

@@ -22,15 +22,10 @@ from lockstep.execution.step_hooks import StepHook
 
 
 def flops_of_step(model: keras.Model, state: Any, batch: Any) -> float | None:
-    """Return the floating-point operations of a training step.
+    """Return the floating-point operations of a training step of a compiled model, given its state and a placed batch, or their shapes.
 
     None if they cannot be counted: the step is not compiled or has operations for accelerators only, such as the fused attention of GPUs, or
     matrix products are in a loop that ends at a condition.
-
-    Args:
-        model: a compiled model.
-        state: state of its training, or the shapes of one.
-        batch: as placed on the devices, or its shapes.
     """
     device = _counting_device()
     alone = placement_on([device], 1)

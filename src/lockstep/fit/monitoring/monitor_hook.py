@@ -52,15 +52,8 @@ Sample = tuple[float, Mapping[int, Mapping[str, float]]]
 
 
 class StatusWriter:
-    """Writes the status of one call of ``fit``, while this context is open and from :meth:`start` on; at its end, how the call ended.
-
-    Args:
-        folders: to write to.
-        timer: timer of the call.
-        meter: wait meter of its input.
-        process_group: all processes.
-        devices: number of devices of all processes.
-        log: takes a line for the user.
+    """Writes the status of one call of ``fit`` on the ``devices`` of all processes, while this context is open and from :meth:`start` on; at its
+    end, how the call ended.
     """
 
     def __init__(

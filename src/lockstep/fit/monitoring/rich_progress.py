@@ -69,12 +69,7 @@ class RichProgress(MonitorCallback):
 
 
 class _Display(StepHook):
-    """The line of the running epoch, which a thread draws, and the lines of the epochs before.
-
-    Args:
-        timer: timer of the call of ``fit``.
-        console: to write to.
-    """
+    """The line of the running epoch, which a thread draws, and the lines of the epochs before."""
 
     def __init__(self, timer: StepTimer, console: Console) -> None:
         self._timer, self._console = timer, console

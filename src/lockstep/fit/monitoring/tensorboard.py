@@ -315,12 +315,7 @@ class TensorBoard(MonitorCallback):
 
 
 class _FitRecorder(StepHook):
-    """Writes the event files of one call of ``fit``.
-
-    Args:
-        options: the callback, with its options.
-        attachment: to the call.
-    """
+    """Writes the event files of one call of ``fit``."""
 
     def __init__(self, options: TensorBoard, attachment: Attachment) -> None:
         self._options, self._attachment = options, attachment
@@ -423,13 +418,8 @@ class _FitRecorder(StepHook):
 
 
 class StepProfiler(StepHook):
-    """Profiles some training steps with JAX, into the folder in which TensorBoard looks for profiles.
-
-    Args:
-        first: number of the first step, counted from 1 in a call of ``fit``.
-        last: number of the last step.
-        folder: folder of the run.
-        log: takes a line for the user.
+    """Profiles the training steps from ``first`` to ``last``, counted from 1 in a call of ``fit``, with JAX, into the folder in that of the run
+    in which TensorBoard looks for profiles.
     """
 
     def __init__(self, first: int, last: int, folder: Path, log: Callable[[str], None]) -> None:
