@@ -19,12 +19,7 @@ class AsyncWriter:
     """Writes one checkpoint at a time in a thread of its own, in the order in which they are submitted.
 
     While one checkpoint is written, one more may wait. The submission of a third blocks until the second is begun: no checkpoint is left
-    out for a newer one. The thread runs only while there is something to write.
-
-    Args:
-        store: writes the checkpoints.
-        timeout_seconds: limit of each wait.
-        log: takes a line for the user.
+    out for a newer one. The thread runs only while there is something to write. Each wait has the limit ``timeout_seconds``.
 
     Example:
         >>> import tempfile
@@ -69,9 +64,7 @@ class AsyncWriter:
     def submit(self, step: int, make_snapshot: Callable[[], Any]) -> None:
         """Queue a checkpoint; returns at once, unless another one already waits.
 
-        Args:
-            step: number of steps that were trained.
-            make_snapshot: called in the writing thread. It must return the state of this step, however far the training is by then.
+        ``make_snapshot`` is called in the writing thread. It must return the state of this step, however far the training is by then.
 
         Raises:
             CheckpointError: the writer is closed, or the waiting checkpoint was not begun within the limit.

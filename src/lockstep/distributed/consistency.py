@@ -42,16 +42,10 @@ class BatchComparison:
     """Compares the batches of one pass, which all workers should read equally.
 
     The digests of some batches are compared, of the last one too, which may have fewer rows. How many rows each batch has is compared,
-    unless the workers have agreed on the length: else one worker would begin a step without the others.
+    unless the workers have agreed on the length: else one worker would begin a step without the others. ``num_batches`` returns that
+    length, or None; it is called once, as it may run code of the user.
 
     A thread that reads ahead may wait here for a batch that is no longer wanted: that wait is cancelled.
-
-    Args:
-        client: the control client.
-        channel: channel of the pass.
-        name: name of the input.
-        num_batches: returns the length of the pass, on which the workers have agreed; None: it is not known. It is called once, as it may
-            run code of the user.
     """
 
     def __init__(self, client: ControlClient, channel: str, name: str, num_batches: Callable[[], int | None]) -> None:

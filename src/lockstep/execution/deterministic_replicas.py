@@ -134,10 +134,8 @@ class TreeAdder:
         self._over_devices = _over_devices(placement.mesh, tuple(remaining))
 
     def __call__(self, rounds: Iterable[list[PerDevice]]) -> list[jax.Array]:
-        """Return the sum of each value, ``(…)``, on every device.
-
-        Args:
-            rounds: results of each round, ``(1, …)`` on each device that had a replica; read one by one, to save memory.
+        """Return the sum of each value, ``(…)``, on every device; results of a round are ``(1, …)`` on each device that had a replica, and
+        read one by one, to save memory.
         """
         local_indices = self.placement.local_indices
         stacks: dict[int, list[Values]] = {place: [] for place in local_indices}

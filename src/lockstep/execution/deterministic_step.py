@@ -68,11 +68,8 @@ def bind_isolated(call: IsolatedCall, values: Sequence[Any]) -> list[Any]:
 class ProgramPartition:
     """Runs a step part by part; it is traced again for batches of other shapes.
 
-    Args:
-        step: ``(state, batch) -> results``. While it is traced, a leaf of the batch that is :class:`PlacedRows` holds its
-            joined array.
-        placement: the devices.
-        donated: whether the results may reuse the memory of the state.
+    While ``step``, ``(state, batch) -> results``, is traced, a leaf of the batch that is :class:`PlacedRows` holds its joined array. If
+    ``donated``, the results may reuse the memory of the state.
     """
 
     def __init__(self, step: Callable[[Any, Any], Any], placement: Placement, *, donated: bool) -> None:

@@ -46,11 +46,8 @@ class RestartBudget:
 class WorkerLossPolicy:
     """Lost workers of one generation.
 
-    Args:
-        expendable: the job continues without these, as long as one of them remains; empty: every loss is fatal.
-        restarts: the remaining restarts of the whole job.
-        start: restarts a process.
-        log: prints a line for the user.
+    The job continues without the ``expendable`` ones, as long as one of them remains; without any, every loss is fatal. ``restarts``
+    are those of the whole job.
 
     Attributes:
         tolerated: the workers whose loss was logged and does not end the job.

@@ -182,13 +182,10 @@ class ControlClient:
             )
 
     def fail(self, summary: str) -> None:
-        """Report that this worker's program has failed; the other workers end with that sentence.
+        """Report that this worker's program has failed with ``"ValueError: …"``; the other workers end with that sentence.
 
         Returns when the chief has confirmed it, after two seconds at the latest. Then :attr:`failure` is the cause that all were
         told, which may be another one: the death of a worker that has made this one fail.
-
-        Args:
-            summary: ``"ValueError: …"``.
         """
         if self.failure is None and not self._has_left and self._is_own_process():
             self._is_failing = True

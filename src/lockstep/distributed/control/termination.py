@@ -39,13 +39,8 @@ class ExitGuard:
     code is that of the cause: of a ClusterError, of the job's failure if that came first, else of an error of the user's program.
     ``SystemExit`` is not handled.
 
-    Args:
-        client: the control client, to report exceptions; may be set later.
-        grace_seconds: time for the program to end by itself.
-        end: ends the process.
-        sleep: waits.
-
     Attributes:
+        client: the control client, to report exceptions; may be set later.
         before_end: gets the summary of an uncaught exception and the exit code, to report them to processes outside of the
             control channel; it has four seconds.
 
@@ -224,15 +219,11 @@ def install_sigabrt_handler(client: ControlClient, wait_seconds: float = _ABORT_
     """Have ``abort()`` in any thread wait for the control client to end this process if a worker was lost.
 
     When the chief dies, JAX's client in every other worker aborts its process within milliseconds, with a stack of C++ frames and
-    no word of the lost worker. The control client is about to report that, and needs a moment. If no worker is seen to be lost, the
-    reason is in this process: the handler that was there before gets the signal, such as that of ``faulthandler``.
+    no word of the lost worker. The control client is about to report that, and gets ``wait_seconds`` to do so. If no worker is
+    seen to be lost, the reason is in this process: the handler that was there before gets the signal, such as that of ``faulthandler``.
 
     A handler of Python's ``signal`` module would run in the main thread, which hangs. This one runs in the thread that aborts.
     Calling Python there is as safe as the place that aborts: this is not for crashes such as SIGSEGV.
-
-    Args:
-        client: has the failure of the job, or soon will.
-        wait_seconds: time for the control client to find the failure.
     """
     signal_function = ctypes.CDLL(None).signal
     signal_function.argtypes, signal_function.restype = [ctypes.c_int, ctypes.c_void_p], ctypes.c_void_p
