@@ -69,7 +69,7 @@ def called(programs, name):
 def test_each_tpu_attends_to_its_own_rows(options, rows, caplog):
     strategy = lockstep.MirroredStrategy(steps.devices("v5e 2x2"), **options)
     found = called(compiled(strategy, AttentionOfTPUs(), rows), "tpu_custom_call")
-    assert set(found) == {4} if rows == 16 else {4, 5}
+    assert set(found) == ({4} if rows == 16 else {4, 5})
     assert "global batch" not in caplog.text
 
 

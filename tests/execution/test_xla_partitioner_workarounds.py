@@ -193,6 +193,10 @@ def solved(x):
     return jnp.linalg.solve(max_pooled(x.T @ x) + 9 * jnp.eye(x.shape[1]), x.T).T
 
 
+def positions(x):
+    return jnp.nonzero(x.ravel() > 0, size=x.size)[0].astype(x.dtype)  # composed of others from JAX 0.12 on
+
+
 NESTED = [in_branch, pooled_in_a_loop, jax.jit(max_pooled), jax.checkpoint(max_pooled)]
 
 
@@ -211,8 +215,8 @@ def gradient_of(function):
 
 @pytest.mark.parametrize(
     "function",
-    [*map(gradient_of, NESTED), in_while, with_own_derivative, gradient_of(solved)],
-    ids=["cond", "scan", "jit", "checkpoint", "while", "custom_jvp", "solve"],
+    [*map(gradient_of, NESTED), in_while, with_own_derivative, gradient_of(solved), positions],
+    ids=["cond", "scan", "jit", "checkpoint", "while", "custom_jvp", "solve", "nonzero"],
 )
 def test_operations_in_loops_branches_and_calls_are_constrained(function):
     x = np.random.default_rng(0).normal(size=(ROWS, 6)).astype("float32")

@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lockstep._errors import ModelError
 from lockstep.execution.compiled_step import Step
-from lockstep.execution.jaxpr_utils import equations_of, evaluate, run_equation, source_location
+from lockstep.execution.jaxpr_utils import equations_of, evaluate, expanded, run_equation, source_location
 from lockstep.execution.rowwise.rules import CUMULATIVE
 
 Axes = tuple[int, ...]
@@ -191,7 +191,7 @@ def _dtype_of(atom: Any) -> Any:
 
 
 def _is_divided_wrongly(jaxpr: Jaxpr, mesh: Mesh) -> bool:
-    tests = (undivided_axes, _has_own_rows, _is_wrong_within)
+    tests = (undivided_axes, _has_own_rows, _is_wrong_within, _composed_wrongly)
     return any(_has_unsafe_indices(one) or any(test(one, mesh) for test in tests) for one in jaxpr.eqns)
 
 
@@ -199,6 +199,12 @@ def _is_wrong_within(equation: JaxprEqn, mesh: Mesh) -> bool:
     """Return whether the body of a loop, branch or call needs constraints: that of a ``shard_map`` is divided already, a kernel never is."""
     is_shared = equation.primitive.name not in ("shard_map", "pallas_call")
     return is_shared and any(_is_divided_wrongly(jaxpr, mesh) for jaxpr in jaxprs_in_params(equation.params))
+
+
+def _composed_wrongly(equation: JaxprEqn, mesh: Mesh) -> ClosedJaxpr | None:
+    """Return the operations that an operation is composed of if they need constraints."""
+    composed = expanded(equation)
+    return composed if composed is not None and _is_divided_wrongly(composed.jaxpr, mesh) else None
 
 
 def _evaluate(closed: ClosedJaxpr, arguments: Sequence[Any], mesh: Mesh) -> list[Any]:
@@ -218,7 +224,8 @@ def _evaluate(closed: ClosedJaxpr, arguments: Sequence[Any], mesh: Mesh) -> list
         if _is_wrong_within(equation, mesh):
             params = {name: _with_constraints(value, mesh) for name, value in equation.params.items()}
             return run_equation(closed.jaxpr, equation.replace(params=params), inputs)
-        return None
+        composed = _composed_wrongly(equation, mesh)
+        return None if composed is None else _evaluate(composed, inputs, mesh)
 
     return evaluate(closed, arguments, handle)
 

@@ -83,6 +83,24 @@ def splash(x):
     return jax.vmap(make_splash_mha_single_device(MultiHeadMask([CausalMask((128, 128))] * 2)))(heads, heads, heads)
 
 
+def logged(x):
+    """Return the rows by a kernel that calls the host."""
+
+    def kernel(values, result):
+        jax.experimental.io_callback(print, None, values[0])
+        result[...] = values[...]
+
+    return pallas.pallas_call(kernel, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype), interpret=True)(x)
+
+
+@jax.custom_vjp
+def with_own_derivative(x):
+    """Return sums by a kernel, with a derivative of a kernel that is not JAX's."""
+    return jax.vmap(summed)(x)
+
+
+with_own_derivative.defvjp(lambda x: (jax.vmap(summed)(x), None), lambda _, gradient: (jax.vmap(summed)(gradient),))
+
 BY_ROWS = {
     "one array": lambda x: jax.vmap(summed)(x),
     "two arrays": lambda x: jax.vmap(summed)(x, 2 * x),
@@ -96,6 +114,8 @@ MIXING = {
     "mapped over columns": lambda x: jax.vmap(summed, 1)(x).T,
     "all rows for each": lambda x: jax.vmap(summed, (0, None))(x, x),
     "a table of the batch": lambda x: jax.vmap(summed)(x, jnp.arange(float(len(x)))[:, None]),
+    "a call of the host": jax.vmap(logged),
+    "own derivative": with_own_derivative,
     "another kernel for more rows": lambda x: jax.vmap(lambda row: summed(row, row * 0 + (len(x) > 5)))(x),
 }
 

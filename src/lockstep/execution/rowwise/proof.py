@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxprs_in_params
 
 from lockstep.execution.jaxpr_utils import (
     CALLS,
@@ -108,20 +108,24 @@ def trace_for_rows(
 
 def infer_dependences(one: Trace, other: Trace) -> RowDependences:
     """Return the dependence of each result on the rows, from traces of a function with two numbers of rows, each at least 2."""
-    # Within a kernel, results and memory of its own are references.
-    effects = next(filter(_has_side_effect, equations_of(one.closed.jaxpr, without=("pallas_call",))), None)
-    if effects is not None:
-        reason = f"{effects.primitive.name} has a side effect, which each replica would have"
-        return [Mixed(reason).located_at(effects)] * len(one.closed.jaxpr.outvars)
+    equation = next(_side_effects(one.closed.jaxpr), None)
+    if equation is not None:
+        reason = f"{equation.primitive.name} has a side effect, which each replica would have"
+        return [Mixed(reason).located_at(equation)] * len(one.closed.jaxpr.outvars)
     batch = len(one.closed.jaxpr.invars) - one.fixed
     fixed = [Seeded() if number in one.seeds else None for number in range(one.fixed)]
     deps: RowDependences = [*fixed, *[RowAxis(0)] * batch]
     return _JaxprReader((one.rows, other.rows)).closed(one.closed, other.closed, deps)
 
 
-def _has_side_effect(equation: JaxprEqn) -> bool:
-    """Return whether an operation writes to a reference or calls the host for more than a message."""
-    return any("Debug" not in type(effect).__name__ for effect in equation.effects)
+def _side_effects(jaxpr: Jaxpr, harmless: tuple[str, ...] = ("Debug",)) -> Iterator[JaxprEqn]:
+    """Yield the operations that write to a reference, but for those of a kernel's own, or call the host for more than a message."""
+    for equation in jaxpr.eqns:
+        if not all(type(effect).__name__.startswith(harmless) for effect in equation.effects):
+            yield equation
+        within = (*harmless, "Read", "Write", "Accum") if equation.primitive.name == "pallas_call" else harmless
+        for inner in jaxprs_in_params(equation.params):
+            yield from _side_effects(inner, within)
 
 
 def draws_for_each_row(one: Trace, other: Trace) -> bool:

@@ -55,7 +55,7 @@ def _results(equation: JaxprEqn, given: list[Sign]) -> list[Sign]:
     if name in _RULES:
         return _RULES[name](equation, given)
     called = called_jaxpr(equation)
-    if called is not None and name not in ("scan", "while"):
+    if called is not None and name not in ("scan", "while", "pallas_call"):
         return _signs(called.jaxpr if isinstance(called, ClosedJaxpr) else called, given)
     if name in _KEEP_SIGNS:
         return given[:1]
