@@ -10,7 +10,7 @@ from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
-from lockstep.execution.jaxpr_utils import CALLS, CUSTOM_DERIVATIVES, called_jaxpr, scan_operands
+from lockstep.execution.jaxpr_utils import CALLS, CUSTOM_DERIVATIVES, called_jaxpr, expanded, scan_operands
 from lockstep.execution.model_parallel.logical_axes import ArrayNode, LogicalAxes
 from lockstep.execution.rowwise.rules import (
     CUMULATIVE,
@@ -399,6 +399,8 @@ class _ProgramReader:
         name = equation.primitive.name
         if name in CALLS or name in CUSTOM_DERIVATIVES:
             return self.closed(called_jaxpr(equation), operands)
+        if (composed := expanded(equation)) is not None:
+            return self.closed(composed, operands)
         results = [self._axes.new_array(atom.aval) for atom in equation.outvars]
         if name in _BODIES:
             _BODIES[name](self, equation.params, operands, results)
