@@ -164,6 +164,19 @@ def test_a_process_whose_threads_hold_the_lock_of_python_in_turn_was_not_stopped
     assert [(suspends.tick(), suspends.since) for _ in range(4)] == [(3.0, 0.0), (6.0, 0.0), (9.0, 0.0), (70.0, 70.0)]
 
 
+@pytest.mark.parametrize(("cores", "seconds"), [(1, 3), (8, 14), (64, 70), (64, 3)])
+@pytest.mark.parametrize("is_suspended", [True, False])
+def test_a_pause_is_told_from_a_held_lock_on_any_number_of_busy_cores(cores, seconds, is_suspended):
+    """The pause begins just before a tick, and each tick is followed by another one, as in the client's heartbeats."""
+    used = 0 if is_suspended else seconds
+    times = iter([0.0, 0.5, 0.5, 1.0 + seconds, 1.0 + seconds, 1.5 + seconds])
+    cpu_times = iter([0.0, 0.5 * cores, 0.5 * cores, cores + used, cores + used, 1.5 * cores + used])
+    suspends = SuspendDetector(lambda: next(times), lambda: next(cpu_times))
+    for _ in range(5):
+        suspends.tick()
+    assert suspends.since == (1.0 + seconds if is_suspended else 0.0)
+
+
 @pytest.mark.parametrize(("timeout", "long"), [(1, 1800), (0, 0), (60, 30), (float("nan"), 60), (60, float("nan"))])
 def test_limits_that_cannot_be_kept_are_refused(timeout, long):
     with pytest.raises(OptionError, match=r"timeout_seconds, long_seconds: expected 1\.5 or more"):

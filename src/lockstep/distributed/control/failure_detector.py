@@ -89,7 +89,7 @@ class Failure:
 
 
 _PAUSE = 4 * HEARTBEAT_SECONDS
-_MAX_LOAD = 0.25  # CPU time in a pause, by its length. On many cores, the half second before it may have used some.
+_MAX_LOAD = 0.25  # CPU time in a pause, by its length.
 
 
 def find_failure(now: float, statuses: Sequence[WorkerStatus], limits: Limits) -> Failure | None:
@@ -223,7 +223,8 @@ def _makes_progress(now: float, status: WorkerStatus, limits: Limits) -> bool:
 class SuspendDetector:
     """Detects that this process was suspended: silences that fall into such a pause are not failures of other workers.
 
-    The process has not run if it has used little CPU time. Else other threads have held Python's lock (the GIL).
+    The process has not run if it has used little CPU time. Else other threads have held Python's lock (the GIL). A pause begins up to
+    ``HEARTBEAT_SECONDS`` after a tick; on many cores these use much CPU time, about as much as before that tick.
 
     Attributes:
         since: when the last pause ended.
@@ -235,12 +236,17 @@ class SuspendDetector:
         self._clock, self._cpu_clock = clock, cpu_clock
         self._last = self.since = clock()
         self._last_cpu = cpu_clock()
+        self._usual_cpu = (
+            0.0,
+            0.0,
+        )  # CPU time in HEARTBEAT_SECONDS, by the last two ticks: one may follow the other at once.
 
     def tick(self) -> float:
         """Note that this process runs, to be called each ``HEARTBEAT_SECONDS``; returns the time."""
         now, cpu = self._clock(), self._cpu_clock()
-        pause = now - self._last
-        if pause > _PAUSE and cpu - self._last_cpu < _MAX_LOAD * pause:
+        seconds, used = now - self._last, cpu - self._last_cpu
+        if seconds > _PAUSE and used - max(self._usual_cpu) < _MAX_LOAD * seconds:
             self.since = now
+        self._usual_cpu = (self._usual_cpu[1], used * HEARTBEAT_SECONDS / max(seconds, HEARTBEAT_SECONDS))
         self._last, self._last_cpu = now, cpu
         return now
