@@ -140,14 +140,19 @@ def test_an_exception_that_only_another_hook_got_is_reported_at_the_exit_of_the_
     assert codes == [13]
 
 
-def test_an_exception_that_the_program_has_caught_is_no_reason_to_end(monkeypatch):
+@pytest.mark.parametrize("is_at_top_level", [True, False])
+def test_an_exception_that_the_program_has_caught_is_no_reason_to_end(monkeypatch, is_at_top_level):
+    """A program may keep it for a debugger, as pytest does."""
     session, codes = FakeSession(OWN), []
     guard = ExitGuard(session, end=codes.append)
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
     guard.install()
+    if not is_at_top_level:  # Its traceback shows that it was caught, also if another hook would have got it.
+        sys.excepthook = lambda *error: None
     try:
         raise ValueError("no")
     except ValueError as error:
-        monkeypatch.setattr(sys, "last_value", error, raising=False)  # As pytest does, for its debugger.
+        monkeypatch.setattr(sys, "last_value", uncaught(error) if is_at_top_level else error, raising=False)
     guard.end_after_missed_exception()
     guard.restore()
     assert (codes, session.said) == ([], [])

@@ -114,6 +114,8 @@ class ExitGuard:
 
     def end_after_missed_exception(self) -> None:
         """End the process as :meth:`hook` does if another hook has taken its place and the exception; for exit handlers."""
+        if sys.excepthook == self.hook:
+            return  # It would have got an uncaught exception: the program has caught this one and kept it for a debugger.
         error = vars(sys).get("last_value")  # Python sets it before it calls a hook.
         if isinstance(error, BaseException) and _is_uncaught(error) and self._handles(error):
             self._raised = summary_of(error)
