@@ -132,7 +132,8 @@ def test_the_start_has_a_limit_of_its_own():
         assert "did not join within 0.1 s" in str(job.errors[0])
         # Its workers may be on other machines, as their addresses are not known.
         assert str(job.errors[0]).endswith(
-            "Other machines cannot reach it: set LOCKSTEP_COORDINATOR=host:port on each worker."
+            "Other machines cannot reach it: give lockstep run --coordinator host:port, or else set "
+            "LOCKSTEP_COORDINATOR=host:port on each worker."
         )
 
 

@@ -31,6 +31,7 @@ from lockstep.distributed.control.limits import Limits
 from lockstep.distributed.control.transport import MAX_BYTES, EventLoop, FramedSocket, encode
 
 GATHER, BROADCAST, BARRIER = "gather", "broadcast", "barrier"
+_REACHABLE = f"give lockstep run --coordinator host:port, or else set {COORDINATOR}=host:port on each worker"
 _ENDING = JoinRejection("the job of this chief has failed and ends", again=True)  # Its successor may admit the worker.
 
 
@@ -271,9 +272,7 @@ class ControlServer:
         missing, coordinator = self._admission.missing(), self._group.coordinator
         # MASTER_ADDR of a PyTorchJob may be localhost at worker 0, and its name everywhere else.
         may_be_elsewhere = self._group.addresses is None and is_loopback(host_of(coordinator))
-        hint = (
-            f" Other machines cannot reach it: set {COORDINATOR}=host:port on each worker." if may_be_elsewhere else ""
-        )
+        hint = f" Other machines cannot reach it: {_REACHABLE}." if may_be_elsewhere else ""
         return JoinRejection(
             f"{listed(missing)} did not join within {self._limits.start_timeout:g} s: {'are they' if missing[1:] else 'is it'} "
             f"started, and can {coordinator} be reached from there?{hint}{rejected}",
