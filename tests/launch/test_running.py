@@ -1,17 +1,22 @@
 """Environment of a program under ``lockstep run``, its output, and wrong usage."""
 
+import dataclasses
+import errno
 import json
 import os
 import re
 import runpy
 import subprocess
 import sys
+from unittest.mock import Mock
 
 import pytest
 
 import lockstep
-from lockstep import cli
+from lockstep import OptionError, cli
 from lockstep.launch import supervisor
+from lockstep.launch.launch_config import LaunchConfig
+from lockstep.launch.rank_assignment import ProcessName, RankAssignment
 from tests.launch.launching import environment, program, run, started
 from tests.support.waiting import DEADLINE
 
@@ -236,6 +241,29 @@ def test_too_few_descriptors_end_with_one_line(tmp_path, workers, what):
     assert process.returncode == 2
     line = rf"lockstep run: {what} cannot be started: \[Errno 24\] Too many open files.*\. Fix: start fewer .*"
     assert re.fullmatch(line, said.splitlines()[-1])
+
+
+@pytest.mark.parametrize(
+    ("error", "is_at_limit"),
+    [
+        (RuntimeError("can't start new thread"), True),
+        (OSError(errno.EAGAIN, "Resource temporarily unavailable"), True),
+        (OSError(errno.E2BIG, "Argument list too long", "python"), False),
+    ],
+)
+def test_limits_of_the_machine_are_named_only_if_they_are_the_reason(monkeypatch, error, is_at_limit):
+    monkeypatch.setattr(supervisor, "WorkerProcess", Mock(side_effect=error))
+    fields = dict.fromkeys(field.name for field in dataclasses.fields(supervisor._Supervisor))
+    output = Mock(prefix=Mock(return_value=b""))
+    one = supervisor._Supervisor(
+        **fields | {"job": LaunchConfig(("a.py",)), "environment": {}, "gpus": [], "output": output}
+    )
+    assignment = RankAssignment(0, 0, 1, 1, 0, 1, "a:1", ("a:1",))
+    with pytest.raises(OptionError) as raised:
+        one._start(assignment, ProcessName("worker", 0))
+    sentence, _, fix = str(raised.value).partition(" Fix: ")
+    assert sentence == f"worker 0 cannot be started: {error}."
+    assert ("ulimit -u" in fix) == is_at_limit
 
 
 def test_the_supervisor_loads_nothing_that_is_slow():

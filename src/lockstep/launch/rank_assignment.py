@@ -1,6 +1,7 @@
 """Ranks of the processes of a job on its nodes, and their names in messages, prefixes and log files."""
 
 import contextlib
+import errno
 import itertools
 import json
 import socket
@@ -91,6 +92,7 @@ def _format_job(job: str, processes: Sequence[ProcessName]) -> str:
 
 
 _LOOPBACK = "127.0.0.1"
+_AT_LIMIT = (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM)
 _MAX_VARIABLE = 2**17  # bytes of NAME=value and a zero, in which Linux starts a process
 
 
@@ -194,12 +196,11 @@ class ServerRankAssignment:
 AnyRankAssignment = RankAssignment | ServerRankAssignment
 
 
-def cannot_start(what: str, error: OSError) -> OptionError:
-    """Return the error that the system does not let this process start ``what``."""
-    return OptionError(
-        f"{what} cannot be started: {error}. Fix: start fewer processes on this machine, or raise its limits of open files "
-        "(ulimit -n) and of processes (ulimit -u)."
-    )
+def cannot_start(what: str, error: OSError | RuntimeError) -> OptionError:
+    """Return the error that the system does not let this process start ``what``; a RuntimeError is one about a thread."""
+    is_at_limit = isinstance(error, RuntimeError) or error.errno in _AT_LIMIT
+    fix = " Fix: start fewer processes on this machine, or raise its limits of open files (ulimit -n) and of processes (ulimit -u)."
+    return OptionError(f"{what} cannot be started: {error}.{fix if is_at_limit else ''}")
 
 
 def find_node_rank(job: LaunchConfig) -> int | None:

@@ -254,7 +254,7 @@ class _Supervisor:
         show = (lambda line: self.output.write(prefix + line + b"\n")) if is_shown else None
         try:
             return WorkerProcess(process, self.job, environment, log_file, show)
-        except OSError as error:
+        except (OSError, RuntimeError) as error:
             raise cannot_start(process.name, error) from None
 
     def _open_log(self, process: ProcessName) -> io.FileIO | None:
