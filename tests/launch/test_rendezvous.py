@@ -33,8 +33,8 @@ class Rendezvous:
         self.job, self.time = job, 0.0
         self.state, self.sent = RendezvousState(self.job, lambda: self.time), {}
 
-    def join(self, key, rank=None, workers=1, host=None):
-        node = NodeInfo(f"process {key}", rank, workers, host or f"host{key}", 500, is_server=key == 0)
+    def join(self, key, rank=None, workers=1, host=None, port=500):
+        node = NodeInfo(f"process {key}", rank, workers, host or f"host{key}", port, is_server=key == 0)
         self._deliver(self.state.add(key, node))
 
     def leave(self, key):
@@ -119,6 +119,18 @@ def test_workers_have_addresses_of_their_own_where_nodes_share_a_machine():
     place = rendezvous.sent[2]["assignment"]
     assert place["addresses"] == ("a:501", "a:502", "b:501", "a:503", "a:504")
     assert (place["first"], place["workers"], place["all_workers"], place["coordinator"]) == (3, 2, 5, "a:501")
+
+
+def test_nodes_that_share_a_machine_without_ports_for_all_end_at_once():
+    for port, ends in ((65531, {}), (65532, {0: 2, 1: 2})):
+        rendezvous = Rendezvous((2, 2))
+        for key in range(2):
+            rendezvous.join(key, workers=2, host="a", port=port)
+        assert rendezvous.ends() == ends
+    assert {message["sentence"] for message in rendezvous.sent.values()} == {
+        "process 1: expected 2 free ports from 65533 to 65535 for its workers, got 1: other nodes on a have the rest. "
+        "Fix: give --coordinator or --hosts a lower port"
+    }
 
 
 def test_the_first_failure_counts_that_is_no_consequence():

@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep._errors import OptionError, seconds, whole_number
-from lockstep.distributed.cluster.addresses import DEFAULT_PORT, join_address, split_address
+from lockstep.distributed.cluster.addresses import DEFAULT_PORT, MAX_PORT, join_address, split_address
 
 MAX_WORKERS = 1024  # on one node
-_MAX_PORT = 65535
 
 
 @dataclass(frozen=True)
@@ -130,8 +129,8 @@ class LaunchConfig:
         return [join_address(host, port + local) for local in range(self.workers)]
 
     def _check_ports(self, address: str, port: int) -> None:
-        if port + self.workers - 1 > _MAX_PORT:
-            raise OptionError(f"{address}: there are no ports for {self.workers} workers from {port} to {_MAX_PORT}.")
+        if port + self.workers - 1 > MAX_PORT:
+            raise OptionError(f"{address}: there are no ports for {self.workers} workers from {port} to {MAX_PORT}.")
 
     def _check_seconds(self) -> None:
         waits = {"--join-seconds": self.join_seconds, "--start-seconds": self.start_seconds}

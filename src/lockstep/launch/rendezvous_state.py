@@ -5,9 +5,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from lockstep._errors import DONE, PEER_LOST, whole_number
+from lockstep._errors import DONE, PEER_LOST, OptionError, whole_number
 from lockstep._logging import counted, listed
-from lockstep.distributed.cluster.addresses import join_address, split_address
+from lockstep.distributed.cluster.addresses import MAX_PORT, join_address, split_address
 from lockstep.distributed.control.admission import JoinRejection
 from lockstep.distributed.control.failure_detector import SuspendDetector
 from lockstep.distributed.control.handshake import Peer
@@ -15,6 +15,7 @@ from lockstep.distributed.control.value_differences import first_difference
 from lockstep.launch.launch_config import MAX_WORKERS, LaunchConfig
 from lockstep.launch.rank_assignment import RankAssignment
 from lockstep.launch.restart_policy import backoff_seconds
+from lockstep.launch.worker_process import USAGE
 
 
 def identity_of(job: LaunchConfig) -> dict[str, Any]:
@@ -328,7 +329,11 @@ class RendezvousState:
     def _start_generation(self, keys: Iterable[int]) -> Iterator[Outbound]:
         chosen = [(key, self.nodes[key]) for key in keys]
         taken: set[str] = set()
-        addresses = [_free_addresses(node, taken) for _, node in chosen]
+        try:
+            addresses = [_free_addresses(node, taken) for _, node in chosen]
+        except OptionError as error:
+            yield from self.finish(USAGE, str(error))
+            return
         flat = tuple(address for node_addresses in addresses for address in node_addresses)
         self._number += 1
         self._lost.clear()
@@ -387,7 +392,12 @@ def order_by_rank(nodes: Mapping[int, NodeInfo], most: int) -> Sequence[int]:
 
 def _free_addresses(node: NodeInfo, taken: set[str]) -> list[str]:
     """Take the next free addresses of a node's host for its workers; several nodes may be on one machine."""
-    candidates = (join_address(node.host, port) for port in itertools.count(node.port + 1))
+    candidates = (join_address(node.host, port) for port in range(node.port + 1, MAX_PORT + 1))
     addresses = list(itertools.islice((address for address in candidates if address not in taken), node.workers))
+    if len(addresses) < node.workers:
+        raise OptionError(
+            f"{node.process}: expected {node.workers} free ports from {node.port + 1} to {MAX_PORT} for its workers, got "
+            f"{len(addresses)}: other nodes on {node.host} have the rest. Fix: give --coordinator or --hosts a lower port"
+        )
     taken.update(addresses)
     return addresses

@@ -22,7 +22,7 @@ from lockstep.distributed.cluster.env_reader import EnvReader
 _ADDRESS = re.compile(
     r"(?:\[(?P<six>[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*(?:%[\w.-]+)?)\]|(?P<host>[^\s:/\[\],]+)):(?P<port>\d+)"
 )
-_MAX_PORT = 65535
+MAX_PORT = 65535
 _MAX_LABEL = 63
 
 
@@ -33,10 +33,10 @@ def split_address(where: str, address: object) -> tuple[str, int]:
         ClusterError: it is no address, or the port is not 1 to 65535.
     """
     match = _ADDRESS.fullmatch(address) if isinstance(address, str) else None
-    if match is None or not 0 < int(match["port"]) <= _MAX_PORT or not _has_labels(match["host"]):
+    if match is None or not 0 < int(match["port"]) <= MAX_PORT or not _has_labels(match["host"]):
         raise ClusterError(
             f"{where}: expected an address such as 'worker-0:12421' or '[fd00::7]:12421', with a port of 1 to "
-            f"{_MAX_PORT}, got {shown(address)}."
+            f"{MAX_PORT}, got {shown(address)}."
         )
     return match["six"] or match["host"], int(match["port"])
 
@@ -100,7 +100,7 @@ def chosen_port(environ: Mapping[str, str], name: str = PORT, meaning: str = "th
     if name not in environ or environ[name].startswith(_SERVICE_URLS):
         return None
     own = EnvReader("Lockstep", environ, "set it to a free port, or leave it out.")
-    return own.integer(name, meaning, minimum=1, maximum=_MAX_PORT)
+    return own.integer(name, meaning, minimum=1, maximum=MAX_PORT)
 
 
 def resolve_coordinator(environ: Mapping[str, str], find: Callable[[], tuple[str, int]]) -> str:
