@@ -21,7 +21,6 @@ from lockstep.fit.checkpointing.model_state import (
     first_attributes,
     packed_attributes,
     unpacked_attributes,
-    unreplaced,
 )
 
 VALUES = [
@@ -50,7 +49,7 @@ VALUES = [
 
 def there_and_back(owner, target):
     arrays = {}
-    facts = json.loads(json.dumps(packed_attributes(owner, "callback 0", arrays, FirstAttributes())))
+    facts, _ = json.loads(json.dumps(packed_attributes(owner, "callback 0", arrays, FirstAttributes())))
     unpacked_attributes(target, facts, arrays, FirstAttributes())
     return target
 
@@ -126,7 +125,7 @@ def test_what_is_no_value_is_left_alone(value):
 def test_what_comes_back_shares_no_memory():
     owner = SimpleNamespace(value=np.zeros(3))
     arrays = {}
-    facts = packed_attributes(owner, "callback 0", arrays, FirstAttributes())
+    facts, _ = packed_attributes(owner, "callback 0", arrays, FirstAttributes())
     owner.value[:] = 1
     target = SimpleNamespace()
     unpacked_attributes(target, facts, arrays, FirstAttributes())
@@ -144,7 +143,7 @@ def test_a_key_of_jax_comes_back(kind):
 def test_a_deleted_array_is_left_alone():
     array = jax.numpy.ones(3)
     array.delete()
-    assert packed_attributes(SimpleNamespace(array=array), "", {}, FirstAttributes()) == {}
+    assert packed_attributes(SimpleNamespace(array=array), "", {}, FirstAttributes()) == ({}, {})
 
 
 def test_arrays_that_have_not_changed_are_not_in_a_checkpoint():
@@ -152,7 +151,7 @@ def test_arrays_that_have_not_changed_are_not_in_a_checkpoint():
     first = first_attributes(owner, "callback 0")
     owner.seen[0] += 1
     arrays, target = {}, SimpleNamespace(x=np.full(3, 5.0), seen=None)
-    unpacked_attributes(target, packed_attributes(owner, "callback 0", arrays, first), arrays, first)
+    unpacked_attributes(target, packed_attributes(owner, "callback 0", arrays, first)[0], arrays, first)
     assert (target.x.tolist(), target.seen[0].tolist(), list(arrays)) == ([5, 5, 5], [1, 1], ["callback 0/seen/0"])
 
 
@@ -161,7 +160,8 @@ def test_arrays_where_there_were_none_are_not_hashed(monkeypatch):
     first, hashed = first_attributes(owner, ""), []
     monkeypatch.setattr(model_state, "array_digest", lambda array: hashed.append(array.tolist()))
     owner.best, owner.seen = [np.zeros(3)], [np.zeros(3)]
-    assert [*packed_attributes(owner, "", {}, first)] == ["best", "array", "seen"]
+    facts, _ = packed_attributes(owner, "", {}, first)
+    assert [*facts] == ["best", "array", "seen"]
     assert hashed == [[1, 1]]
 
 
@@ -171,8 +171,7 @@ def test_many_numbers_cost_no_call_for_each():
     owner.losses += [0.25] * 10_000
     sys.setprofile(lambda frame, event, argument: event == "call" and next(calls))
     try:
-        facts = packed_attributes(owner, "", {}, first)
-        unreplaced(owner, facts, first)
+        facts, _ = packed_attributes(owner, "", {}, first)
         encode(Manifest(1, 0, {}, facts))
     finally:
         sys.setprofile(None)
@@ -186,19 +185,21 @@ def test_what_has_not_changed_may_be_chosen_anew():
     owner.wait, owner.best = 2, np.ones(2)
     arrays = {}
     target = SimpleNamespace(patience=9, wait=0, best=None)
-    unpacked_attributes(target, packed_attributes(owner, "callback 0", arrays, begun_with), arrays, FirstAttributes())
+    facts, _ = packed_attributes(owner, "callback 0", arrays, begun_with)
+    unpacked_attributes(target, facts, arrays, FirstAttributes())
     assert (target.patience, target.wait, target.best.tolist()) == (9, 2, [1, 1])
 
 
-def resumed(program, changed):
-    """The program's object after a resume of a callback that ``changed`` gives another state, and the callback."""
+def resumed(program, *changes):
+    """A program's objects after a resume of its callback, to which ``changes`` give other states; each is saved, and the last one comes back."""
     owner, target = program(), program()
     first = first_attributes(owner.callback, "callback 0"), first_attributes(target.callback, "callback 0")
-    changed(owner.callback)
-    arrays = {}
-    facts = packed_attributes(owner.callback, "callback 0", arrays, first[0])
-    same = json.loads(json.dumps(unreplaced(owner.callback, facts, first[0])))
-    unpacked_attributes(target.callback, json.loads(json.dumps(facts)), arrays, first[1], same)
+    for change in changes:
+        change(owner.callback)
+        arrays = {}
+        facts, same = json.loads(json.dumps(packed_attributes(owner.callback, "callback 0", arrays, first[0])))
+    for _ in range(2):  # When training begins, and when its epoch does.
+        unpacked_attributes(target.callback, facts, arrays, first[1], same)
     return target
 
 
@@ -265,7 +266,7 @@ def test_a_replaced_array_does_not_stay_in_memory():
     owner = SimpleNamespace(value=[np.zeros(2)])
     first, held = first_attributes(owner, ""), weakref.ref(owner.value[0])
     owner.value = [np.ones(2)]
-    assert unreplaced(owner, ["value"], first) == []
+    assert packed_attributes(owner, "", {}, first)[1] == {}
     assert held() is None
 
 
@@ -275,8 +276,8 @@ def test_an_object_of_another_form_is_replaced(other):
     first, arrays = first_attributes(owner, ""), {}
     owner.value += 1
     owner.last.append(1)
-    facts = packed_attributes(owner, "", arrays, first)
-    unpacked_attributes(target, facts, arrays, first_attributes(target, ""), unreplaced(owner, facts, first))
+    facts, same = packed_attributes(owner, "", arrays, first)
+    unpacked_attributes(target, facts, arrays, first_attributes(target, ""), same)
     assert (target.value.tolist(), [*other], [*target.last]) == ([1, 1], [0] * len(other), [0, 1])
 
 
@@ -284,9 +285,9 @@ def test_a_read_only_array_is_replaced():
     held = np.zeros(2)
     held.flags.writeable = False
     target = SimpleNamespace(value=held)
-    unpacked_attributes(
-        target, {"value": {"array": "a", "scalar": False}}, {"a": np.ones(2)}, FirstAttributes(), ["value"]
-    )
+    first = first_attributes(target, "")
+    facts, same = {"value": {"array": "a", "scalar": False}}, {"value": "value"}
+    unpacked_attributes(target, facts, {"a": np.ones(2)}, first, same)
     assert (target.value.tolist(), held.tolist()) == ([1, 1], [0, 0])
 
 
@@ -298,3 +299,132 @@ def test_what_has_not_changed_stays_the_object_of_the_program():
     unpacked_attributes(target, {}, {}, first)
     assert target.value is held
     assert held == [1]
+
+
+def moved_to_end(callback):
+    callback.items.move_to_end("a")
+    callback.items["a"].append(7)
+
+
+def renamed(callback):
+    callback.old, callback.items = callback.items, [[0], [0]]
+    callback.old[0].append(7)
+
+
+MOVES = {
+    "order of keys": (OrderedDict, moved_to_end),
+    "an earlier key": (dict, lambda callback: (callback.items.pop("a"), callback.items["b"].append(7))),
+    "an earlier item": (list, lambda callback: (callback.items.insert(0, [9]), callback.items[2].append(7))),
+    "order of items": (list, lambda callback: (callback.items.reverse(), callback.items[0].append(7))),
+    "items of a deque": (deque, lambda callback: (callback.items.rotate(), callback.items[0].append(7))),
+    "another attribute": (
+        list,
+        lambda callback: (vars(callback).update(old=callback.items.pop(0)), callback.old.append(7)),
+    ),
+    "replaced by an equal one": (list, renamed),
+}
+
+
+@pytest.mark.parametrize(("kind", "change"), MOVES.values(), ids=MOVES)
+def test_objects_that_a_callback_has_moved_get_their_content(kind, change):
+    def program():
+        a, b = [0], [0]
+        items = {"a": a, "b": b}
+        items = kind(items if issubclass(kind, dict) else items.values())
+        return SimpleNamespace(a=a, b=b, held=items, callback=SimpleNamespace(items=items, old=None))
+
+    expected = program()
+    change(expected.callback)
+    found = resumed(program, change)
+    assert found == expected
+
+    def places(owner):
+        values = [each for each in (owner.callback.items, owner.callback.old) if each]
+        items = [item for each in values for item in (each.values() if isinstance(each, dict) else each)]
+        return [item is held for item in items for held in (owner.a, owner.b, owner.held)]
+
+    assert places(found) == places(expected)
+    assert (found.callback.items is found.held) == (expected.callback.items is expected.held)
+
+
+def test_a_variable_stays_in_an_object_that_a_callback_has_moved():
+    def program():
+        items = [keras.Variable(0.0), [0]]
+        return SimpleNamespace(items=items, variable=items[0], callback=SimpleNamespace(items=items, old=None))
+
+    def change(callback):
+        callback.old, callback.items = callback.items, []
+        callback.old[0].assign(3.0)
+
+    found = resumed(program, change)
+    assert found.callback.old is found.items
+    assert (found.items[0] is found.variable, float(found.variable), found.callback.items) == (True, 3.0, [])
+
+
+@pytest.mark.parametrize("made", [lambda: np.zeros(2), lambda: [0, 0]], ids=["array", "list"])
+@pytest.mark.parametrize("swaps", [1, 2])
+def test_objects_that_change_their_places_get_their_content(made, swaps):
+    def program():
+        first, second = made(), made()
+        return SimpleNamespace(first=first, second=second, callback=SimpleNamespace(now=first, before=second))
+
+    def swap(callback):
+        callback.now, callback.before = callback.before, callback.now
+        callback.now[0] += 1  # The other one may be as it was.
+
+    expected = program()
+    for _ in range(swaps):
+        swap(expected.callback)
+    found = resumed(program, *[swap] * swaps)
+    assert (found.callback.now is found.first) == (expected.callback.now is expected.first) == (swaps == 2)
+    assert found.callback.before is (found.second if swaps == 2 else found.first)
+    assert [*found.first, *found.second] == [*expected.first, *expected.second]
+
+
+def test_what_is_as_it_was_is_not_touched():
+    held = [1]
+    target = SimpleNamespace(value={"a": deque([held])})
+    unpacked_attributes(target, {}, {}, first_attributes(target, ""))
+    assert target.value["a"][0] is held
+
+
+class Watched:
+    """Of a dict or deque: notes whether it has been without an item that it had."""
+
+    was_without = False
+
+    def __delitem__(self, key):
+        super().__delitem__(key)
+        self.note()
+
+    def clear(self):
+        super().clear()
+        self.note()
+
+    def popleft(self):
+        super().popleft()
+        self.note()
+
+    def note(self):
+        self.was_without |= "a" not in self
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (dict(a=1, b=2), dict(a=3, c=4)),
+        (dict(b=2, a=1), dict(a=3, c=4)),
+        (dict(a=1), dict(a=2, c=4)),
+        (deque("ab"), deque("ca")),
+        (deque("ab", 3), deque("cda", 3)),
+    ],
+    ids=str,
+)
+def test_what_stays_is_there_at_any_time(before, after):
+    kind = type(before)
+    watched = type("kind", (Watched, kind), {})
+    now = watched(before) if kind is dict else watched(before, before.maxlen)
+    restored = watched(after) if kind is dict else watched(after, after.maxlen)
+    assert model_state._refilled(now, restored) is now
+    assert repr(kind(now)) == repr(kind(restored))
+    assert not now.was_without

@@ -230,7 +230,7 @@ def test_state_that_a_user_added_comes_back():
     arrays = {}
     unpacked_attributes(
         other,
-        json.loads(json.dumps(packed_attributes(callback, "", arrays, FirstAttributes()))),
+        json.loads(json.dumps(packed_attributes(callback, "", arrays, FirstAttributes())[0])),
         arrays,
         FirstAttributes(),
     )

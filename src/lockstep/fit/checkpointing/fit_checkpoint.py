@@ -40,7 +40,6 @@ from lockstep.fit.checkpointing.model_state import (
     packed_attributes,
     packed_logs,
     unpacked_attributes,
-    unreplaced,
 )
 from lockstep.fit.checkpointing.preemption import Preemption, exit_after_checkpoint
 
@@ -273,8 +272,8 @@ class FitCheckpoint(StepHook):
         self.callbacks = keras.callbacks.CallbackList()
         # Of the other callbacks, when training began, without those that the run has changed before.
         self._first_attributes: list[FirstAttributes] = []
-        # Of the checkpoint, with what is not replaced, by the number of the callback.
-        self._resumed_attributes: dict[int, tuple[dict[str, Any], list[str]]] = {}
+        # Of the checkpoint, with the paths of objects in them, by the number of the callback.
+        self._resumed_attributes: dict[int, tuple[dict[str, Any], dict[str, str]]] = {}
         self._emptied_files: list[str] = []
         self.resumed, self._position, self._logs = resumed, resumed.position, resumed.logs
         self._current: tuple[int, int] | None = None  # epoch and batch of the step that Keras is at
@@ -505,9 +504,8 @@ class FitCheckpoint(StepHook):
         for number in numbers:
             callback, arrays = self._other_callbacks[number], dict[str, np.ndarray]()
             first = self._first_attributes[number]
-            attributes = packed_attributes(callback, f"callback {number}", arrays, first, value_of)
-            same = unreplaced(callback, attributes, first)
-            found[number] = [type(callback).__name__, attributes, monitored(callback), same], arrays
+            attributes, paths = packed_attributes(callback, f"callback {number}", arrays, first, value_of)
+            found[number] = [type(callback).__name__, attributes, monitored(callback), paths], arrays
         return found
 
     def _save_point(self, position: TrainPosition, is_epoch_over: bool, kinds: Iterable[str] = ()) -> _SavePoint:
@@ -631,8 +629,10 @@ class FitCheckpoint(StepHook):
     def _restore(self) -> None:
         arrays, metadata = self.resumed.arrays, self.resumed.metadata
         self._variables.set(arrays, metadata["variables"], self._checkpoint_name)
-        for number, (attributes, same) in self._resumed_attributes.items():
-            unpacked_attributes(self._other_callbacks[number], attributes, arrays, self._first_attributes[number], same)
+        for number, (attributes, paths) in self._resumed_attributes.items():
+            unpacked_attributes(
+                self._other_callbacks[number], attributes, arrays, self._first_attributes[number], paths
+            )
         self._model.stop_training = self.resumed.is_stopped or (
             metadata["stop_training"] and self.resumed.position.batch > 0
         )
@@ -649,12 +649,12 @@ class FitCheckpoint(StepHook):
             if entry is None:
                 continue
             entries.remove(entry)
-            defaults: list[Any] = [now, []]  # of what earlier versions have not written
-            _, attributes, then, same = entry + defaults[len(entry) - 2 :]
+            defaults: list[Any] = [now, {}]  # of what earlier versions have not written
+            _, attributes, then, paths = entry + defaults[len(entry) - 2 :]
             if then != now:
                 self._log(f"{name} begins anew, as its state is about another metric: {then} then, {now} now")
                 continue
-            self._resumed_attributes[number] = attributes, same
+            self._resumed_attributes[number] = attributes, paths
             for attribute in attributes:  # The run has changed it, even if this call does not.
                 self._first_attributes[number].values.pop(attribute, None)
 

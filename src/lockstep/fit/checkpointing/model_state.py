@@ -14,7 +14,7 @@ import inspect
 import re
 import reprlib
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from types import FunctionType
@@ -260,7 +260,8 @@ class FirstAttributes:
 
     Args:
         values: as JSON, or a digest if there are arrays in them.
-        objects: the containers and arrays in them, by path; see :func:`unreplaced`.
+        objects: the containers and arrays in them, by path: the name of the attribute, and numbers of items in containers, such as
+            ``"table/0"``. Data and other callbacks may have these objects, too.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
@@ -273,22 +274,32 @@ def packed_attributes(
     arrays: dict[str, np.ndarray],
     first: FirstAttributes,
     value_of: _ValueOf = _own_value,
-) -> dict[str, Any]:
+) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the attributes of an object that are values, as JSON.
 
     Args:
         owner: a callback.
         name: prefix of the names of its arrays.
         arrays: gets copies of its arrays.
-        first: result of :func:`first_attributes`; attributes that have not changed since are left out, so that another run may choose them anew.
+        first: result of :func:`first_attributes`; attributes that have not changed since are left out, so that another run may choose them
+            anew. Objects that no attribute has any more are removed from it.
         value_of: returns the current value of a variable, as within an epoch those of the model do not have theirs.
+
+    Returns:
+        The values, by attribute; and where in them the objects of ``first`` are: their paths then, by their paths now.
     """
-    found = {}
+    found, paths, held = dict[str, Any](), dict[str, str](), set[int]()
+    paths_then = {id(part): path for path, part in first.objects.items()}
     for attribute, packed, own_arrays in _values(owner, name, value_of):
-        if attribute not in first.values or not _is_equal(packed, own_arrays, first.values[attribute]):
+        parts = dict(_mutable_parts(vars(owner)[attribute], attribute))
+        held.update(map(id, parts.values()))
+        if _is_changed(attribute, packed, own_arrays, parts.items(), first):
             arrays |= {key: array.copy() for key, array in own_arrays.items()}
             found[attribute] = packed
-    return found
+            paths |= {path: paths_then[id(part)] for path, part in parts.items() if id(part) in paths_then}
+    for path in [path for path, part in first.objects.items() if id(part) not in held]:
+        del first.objects[path]  # It may be large.
+    return found, paths
 
 
 def first_attributes(owner: Any, name: str, value_of: _ValueOf = _own_value) -> FirstAttributes:
@@ -300,20 +311,17 @@ def first_attributes(owner: Any, name: str, value_of: _ValueOf = _own_value) -> 
     return first
 
 
-def unreplaced(owner: Any, attributes: Iterable[str], first: FirstAttributes) -> list[str]:
-    """Return which containers and arrays in attributes are those of when training began: data and other callbacks may have them, too.
-
-    Objects that have been replaced are removed from ``first``.
-
-    Returns:
-        Their paths: the name of the attribute, and numbers of items in containers, such as ``"table/0"``.
-    """
-    chosen = [*attributes]
-    parts = (part for attribute in chosen for part in _mutable_parts(vars(owner)[attribute], attribute))
-    found = [path for path, part in parts if first.objects.get(path) is part]
-    for path in {path for path in first.objects if path.partition("/")[0] in chosen} - {*found}:
-        del first.objects[path]  # It may be large.
-    return found
+def _is_changed(
+    attribute: str,
+    packed: Any,
+    arrays: Mapping[str, np.ndarray],
+    parts: Iterable[tuple[str, Any]],
+    first: FirstAttributes,
+) -> bool:
+    """Return whether an attribute has another value or other objects than when training began, as one may have moved to another attribute."""
+    if attribute not in first.values or any(first.objects.get(path) is not part for path, part in parts):
+        return True
+    return not _is_equal(packed, arrays, first.values[attribute])
 
 
 def _mutable_parts(value: Any, path: str) -> Iterator[tuple[str, Any]]:
@@ -321,7 +329,8 @@ def _mutable_parts(value: Any, path: str) -> Iterator[tuple[str, Any]]:
     kind = type(value)
     if kind in _REFILLED:
         yield path, value
-    items = [*(value.values() if isinstance(value, dict) else value)] if isinstance(value, (dict, list, tuple)) else []
+    is_container = isinstance(value, (dict, list, tuple, deque))
+    items = [*(value.values() if isinstance(value, dict) else value)] if is_container else []
     if not _PLAIN.issuperset(map(type, items)):
         for number, item in enumerate(items):
             yield from _mutable_parts(item, f"{path}/{number}")
@@ -363,59 +372,68 @@ def unpacked_attributes(
     packed: Mapping[str, Any],
     arrays: Mapping[str, np.ndarray],
     first: FirstAttributes,
-    same: Iterable[str] = (),
+    paths: Mapping[str, str] | None = None,
 ) -> None:
-    """Set the attributes that :func:`packed_attributes` gave; others that are named there are left as they are.
+    """Set the attributes that :func:`packed_attributes` gave. Objects of when training began get their content, others are replaced.
 
     Args:
         owner: a callback.
-        packed: the result of :func:`packed_attributes`.
+        packed: the values of :func:`packed_attributes`.
         arrays: by name.
         first: has the values for absent attributes, which had not changed; an epoch that is begun anew may have changed them.
-        same: the result of :func:`unreplaced` for what is packed; these objects get their content, others are replaced.
+        paths: the paths of :func:`packed_attributes`.
     """
-    now = {attribute for attribute, _, _ in _values(owner, "", _own_value)}
-    unchanged = {key: value for key, value in first.values.items() if key in now and not isinstance(value, _Digest)}
-    refilled = {*same, *unreplaced(owner, unchanged.keys() - packed.keys(), first)}
-    for attribute, value in (unchanged | dict(packed)).items():
+    objects = {path: first.objects[then] for path, then in (paths or {}).items() if then in first.objects}
+    absent = {key: value for key, value in first.values.items() if key not in packed and not isinstance(value, _Digest)}
+    changed = {
+        attribute: absent[attribute]
+        for attribute, now, own_arrays in _values(owner, "", _own_value)
+        if attribute in absent
+        and _is_changed(attribute, now, own_arrays, _mutable_parts(vars(owner)[attribute], attribute), first)
+    }
+    for attribute, value in (changed | dict(packed)).items():
         if _is_kept(type(owner), attribute):
+            own_objects = first.objects if attribute in changed else objects
             restored = _unpacked(value, arrays)
-            vars(owner)[attribute] = _assigned(vars(owner).get(attribute), restored, attribute, refilled)
+            vars(owner)[attribute] = _assigned(vars(owner).get(attribute), restored, attribute, own_objects)
     set_sign_of_min_delta(owner)
 
 
-def _assigned(now: Any, restored: Any, path: str, refilled: Container[str]) -> Any:
-    """Return a restored value with the variables and objects that the attribute has now, which get their content: others may have them.
+def _assigned(now: Any, restored: Any, path: str, objects: Mapping[str, Any]) -> Any:
+    """Return a restored value with the variables that the attribute has now, and with objects, which get their content: others may have them.
 
     Args:
         now: the value that an attribute has, or an item in it.
-        restored: the value of the checkpoint.
-        path: its path; see :func:`unreplaced`.
-        refilled: paths of the objects that are not replaced. Variables never are.
+        restored: the value of the checkpoint, which is changed.
+        path: its path; see :class:`FirstAttributes`.
+        objects: those to use, by path. Variables are never replaced.
     """
     if isinstance(now, keras.Variable):
         if isinstance(restored, np.ndarray) and restored.shape == tuple(now.shape):
             set_from_host(now, restored)
         return now
-    if type(restored) is not type(now):
-        return restored
-    if isinstance(now, (list, tuple)):
-        pairs = enumerate(zip(now, restored, strict=False))  # There may be more of either.
-        items = [_assigned(*pair, f"{path}/{number}", refilled) for number, pair in pairs]
-        restored = type(restored)([*items, *restored[len(now) :]])
-    if isinstance(now, dict):
+    now = objects.get(path, now)  # It may have been elsewhere, with its variables.
+    is_alike = type(now) is type(restored)
+    if isinstance(restored, dict):
         for number, (key, item) in enumerate(restored.items()):
-            restored[key] = _assigned(now.get(key), item, f"{path}/{number}", refilled)
-    return _refilled(now, restored) if path in refilled else restored
+            restored[key] = _assigned(now.get(key) if is_alike else None, item, f"{path}/{number}", objects)
+    elif isinstance(restored, (list, tuple, deque)):
+        before = [*now] if is_alike else []
+        if not _PLAIN.issuperset(map(type, [*before, *restored])):
+            pairs = enumerate(zip([*before, *[None] * len(restored)], restored, strict=False))
+            items = [_assigned(*pair, f"{path}/{number}", objects) for number, pair in pairs]
+            restored = deque(items, restored.maxlen) if isinstance(restored, deque) else type(restored)(items)
+    return _refilled(now, restored) if path in objects else restored
 
 
 def _refilled(now: Any, restored: Any) -> Any:
-    """Give an object the content of another one of its type, and return it; return the other one if that is impossible.
+    """Give an object the content of another one, and return it; return the other one if that is impossible.
 
-    What stays the same is there at any time, as threads may read the object.
+    As threads may read the object, what it has before and after is there at any time; keys of a dict that get another order are inserted
+    anew one by one.
     """
     options = ("maxlen", "default_factory", "shape", "dtype")
-    if any(getattr(now, name, None) != getattr(restored, name, None) for name in options):
+    if type(now) is not type(restored) or any(getattr(now, x, None) != getattr(restored, x, None) for x in options):
         return restored
     if isinstance(now, np.ndarray):
         if not now.flags.writeable:
@@ -427,13 +445,17 @@ def _refilled(now: Any, restored: Any) -> Any:
         now &= restored
         now |= restored
     elif isinstance(now, dict):
-        if [*now] != [*restored]:
-            now.clear()
+        for key in now.keys() - restored.keys():
+            del now[key]
+        is_in_order = [*now] == [*restored][: len(now)]
         for key, item in restored.items():  # ``update`` of a Counter would add.
+            if not is_in_order:
+                now.pop(key, None)
             now[key] = item
     elif isinstance(now, deque):
-        now.clear()
-        now.extend(restored)
+        now.extend(restored)  # With a maxlen this may drop some of the items before.
+        for _ in range(len(now) - len(restored)):
+            now.popleft()
     else:
         return restored
     return now
@@ -638,11 +660,11 @@ def _is_input(value: Any) -> bool:
 
 
 def _is_callback(value: Any) -> bool:
-    """Return whether this is the state of a callback; earlier versions have not written what it monitors and has not replaced."""
+    """Return whether this is the state of a callback; earlier versions have not written what it monitors and paths of its objects."""
     if type(value) is not list or len(value) not in (2, 3, 4):
         return False
     name, attributes, *more = value
-    checks = _is_dict_of(_is_text), _is_list_of(_is_text)
+    checks = _is_dict_of(_is_text), _is_dict_of(_is_text)
     are_right = all(fits(each) for fits, each in zip(checks, more, strict=False))
     return _is_text(name) and type(attributes) is dict and are_right
 
@@ -678,7 +700,7 @@ _FIELDS = {
     "validation": _Field("null, or position, hooks and cache of an input", _or_none(_is_input), is_optional=True),
     "random": _Field("a state of random generators", _is_random_state),
     "callbacks": _Field(
-        "a list of names with attributes, what they monitor and what is not replaced", _is_list_of(_is_callback)
+        "a list of names with attributes, what they monitor and paths of objects", _is_list_of(_is_callback)
     ),
     "logs": _Field("values by name", lambda value: type(value) in (dict, list)),
     "setup": _Field("values by name", lambda value: type(value) is dict),
