@@ -84,9 +84,10 @@ def test_a_program_that_runs_in_a_tool_gets_the_devices_of_both(python, reserved
 
 POOL = """
 import os, lockstep
-from lockstep.devices.cpu_devices import pool_threads
+from lockstep.devices import cpu_devices
+cpu_devices.usable_cores = lambda: 2
 {make}
-print(os.environ.get("PJRT_NPROC"), pool_threads(os.environ))
+print(os.environ.get("PJRT_NPROC"), cpu_devices.pool_threads(os.environ))
 """
 
 

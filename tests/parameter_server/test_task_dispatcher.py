@@ -11,6 +11,7 @@ import pytest
 from lockstep import ClusterError
 from lockstep._array_encoding import ArraySpec
 from lockstep._errors import INTERRUPTED, MAX_SECONDS, NO_PROGRESS, PEER_LOST, USER_ERROR
+from lockstep.distributed.control.termination import exit_code_of
 from lockstep.distributed.control.transport import ProtocolError
 from lockstep.parameter_server import task_dispatcher
 from lockstep.parameter_server.array_transport import MAX_HEAD_BYTES
@@ -591,6 +592,15 @@ def test_the_chief_that_has_failed_does_not_wait_for_stragglers():
     dispatcher.abort("no memory")
     dispatcher.wait_for_stragglers(OTHERS)
     assert dispatcher.has_failed
+
+
+def test_a_failure_never_has_the_exit_code_of_success():
+    """A handler of signals may end the chief with ``sys.exit(0)`` while it waits."""
+    dispatcher = opened()
+    dispatcher.fail_calls("the chief has ended", exit_code_of(SystemExit(0)))
+    with pytest.raises(ClusterError) as raised:
+        dispatcher.raise_failure()
+    assert raised.value.exit_code == USER_ERROR
 
 
 def test_a_failed_call_holds_up_the_end_of_the_chief_only(monkeypatch):

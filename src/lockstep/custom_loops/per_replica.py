@@ -80,7 +80,8 @@ class PerReplica:
         raise KeyError(f"replicas {list(replicas)} are in none of the groups {self.members}")
 
     def __repr__(self) -> str:
-        if any(isinstance(array, jax.core.Tracer) for array in self.groups):
+        # Of a trace there are no values, and a tree of JAX may hold anything in place of arrays.
+        if any(isinstance(array, jax.core.Tracer) or not is_array(array) for array in self.groups):
             return f"PerReplica(groups={self.groups}, members={self.members})"
         return "PerReplica(" + ", ".join(f"{r}: {value}" for r, value in sorted(self.held.items())) + ")"
 

@@ -2,8 +2,8 @@
 
 XLA runs all CPU devices of a process on one pool of max(cores, devices) threads, and a collective blocks the thread
 that it runs on. With too few threads two devices wait for each other forever (XLA aborts the process after 40 s).
-``PJRT_NPROC`` (or ``NPROC``) in the environment sets the size of the pool, once, when JAX starts its backend. What is set here is
-removed after that: child processes inherit the environment, and choose pools of their own.
+``PJRT_NPROC`` (or ``NPROC``) in the environment sets the size of the pool, once, when JAX starts its backend. A strategy
+removes what is set here after that: child processes inherit the environment, and choose pools of their own.
 """
 
 import os

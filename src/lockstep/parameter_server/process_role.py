@@ -225,10 +225,10 @@ class ProcessContext:
 
     def serve_variables(self, model: keras.Model, call: int) -> ArrayServer:
         """Start this process's variable server for a model, which is built and compiled."""
-        plan, number = self.plan_for(model), self.role.index
-        listener = open_listener(self.role.servers[number], self.network, self.log, self.role.name)
+        listener = open_listener(self.role.servers[self.role.index], self.network, self.log, self.role.name)
+        plan = self.plan_for(model)
         return serve(
-            replace(self.peer, identity=plan.identity_of(number) | {"call": call}),
+            replace(self.peer, identity=plan.identity_of(self.role.index) | {"call": call}),
             plan,
             model.optimizer,
             listener,

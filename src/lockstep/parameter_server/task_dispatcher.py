@@ -396,10 +396,10 @@ class TaskDispatcher:
         return sorted(late)
 
     def fail_calls(self, sentence: str, exit_code: int = USER_ERROR) -> None:
-        """Fail all calls: every request gets this error."""
+        """Fail all calls: every request gets this error; its code is not 0, also after an exit with that."""
         with self._changed:
             if self._failure is None:
-                self._failure = (sentence, exit_code)
+                self._failure = (sentence, exit_code or USER_ERROR)
             for _, _, result in self._tasks.values():
                 if not result.done():
                     result.set_exception(ClusterError(*self._failure))

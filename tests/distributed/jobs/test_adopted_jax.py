@@ -133,7 +133,7 @@ def tf_config(workers, index):
     return {"TF_CONFIG": json.dumps({"cluster": cluster, "task": {"type": "worker", "index": index}})}
 
 
-@pytest.mark.parametrize("workers", [3, pytest.param(1, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("workers", [1, pytest.param(3, marks=pytest.mark.nightly)])
 def test_a_tf_config_with_another_number_of_workers_is_an_error_on_all_processes(job, workers):
     own = [NO_TF_CONFIG, tf_config(workers, 0)]
     config = adopted()

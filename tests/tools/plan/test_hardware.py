@@ -112,6 +112,7 @@ def test_a_file_of_the_user_adds_accelerators_and_replaces_known_ones(tmp_path):
         (OTHER + "compiler = 'xla'", "x: compiler: expected a table, got 'xla'"),
         (OTHER + "axes = 'two'", "x: axes: expected 1, 2 or 3, got 'two'"),
         (OTHER + "axes = 4", "x: axes: expected 1, 2 or 3, got 4"),
+        (OTHER + "axes = true", "x: axes: expected 1, 2 or 3, got True"),
         (OTHER + "interconnect = 1", "x: interconnect: expected a text, got 1"),
         ("[x]\nname = 1\nplatform = 'cpu'\nsource = ''", "x: name: expected a text, got 1"),
     ],

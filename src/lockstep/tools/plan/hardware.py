@@ -251,9 +251,9 @@ def _accelerator(key: str, table: dict[str, Any]) -> Accelerator:
     numbers = {name: table[name] for name in _NUMBERS if name in table}
     numbers |= {f"peak.{dtype}": value for dtype, value in table.get("peak", {}).items()}
     for name, value in numbers.items():
-        if not (isinstance(value, int | float) and 0 < value < math.inf):
+        if not (type(value) in (int, float) and 0 < value < math.inf):
             raise ValueError(f"{key}: {name}: expected a positive number, got {shown(value)}")
-    if table.get("axes", 1) not in (1, 2, 3):
+    if type(table.get("axes", 1)) is not int or table.get("axes", 1) not in (1, 2, 3):
         raise ValueError(f"{key}: axes: expected 1, 2 or 3, got {shown(table['axes'])}")
     kinds = table.get("kinds", [])
     if not (isinstance(kinds, list) and all(isinstance(kind, str) for kind in kinds)):
