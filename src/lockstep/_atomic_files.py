@@ -72,7 +72,9 @@ def _checked(path: str | os.PathLike[str], descriptor: int, is_written: bool = F
 def replace_file(
     path: str | os.PathLike[str], write: Callable[[io.BufferedWriter], object], *, is_synced: bool = False
 ) -> None:
-    """Make a file, or replace it, as a whole, if ``is_synced`` also after a loss of power; a link of that name is replaced, not followed.
+    """Make a file, or replace it, as a whole; a link of that name is replaced, not followed.
+
+    With ``is_synced`` it is on the disk when this returns: a loss of power leaves the old or the new content.
 
     Raises:
         OSError: the file cannot be written; then it is unchanged.

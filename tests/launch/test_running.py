@@ -81,9 +81,10 @@ def test_what_stands_after_the_script_is_the_scripts(monkeypatch, words, before)
     assert [list(job.program) for job in jobs] == [["x.py", *words]]
 
 
-def test_the_script_gets_a_separator_of_its_own(tmp_path):
+def test_the_script_gets_options_and_a_separator_of_its_own(tmp_path):
     path = program(tmp_path, "print(json.dumps(sys.argv[1:]))")
-    assert json.loads(lines_of(run("-n", 1, "--", path, "--", "--foo"), 0)[0]) == ["--", "--foo"]
+    words = ["-n", "7", "--", "-m", "--help", "--print=ray"]
+    assert json.loads(lines_of(run("-n", 1, "--", path, *words), 0)[0]) == words
 
 
 def test_options_are_also_spelled_as_for_torchrun(tmp_path):

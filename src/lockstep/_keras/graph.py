@@ -147,7 +147,7 @@ def flatten_in_order(tree: Any) -> tuple[list[Any], Any]:
 
 
 def map_in_order(function: Callable[[Any], Any], tree: Any) -> Any:
-    """Return a tree with ``function`` of each leaf as ``jax.tree.map``, but keep the order of dicts, as code may unpack it."""
+    """Return a tree with ``function`` of each leaf as ``jax.tree.map``, but keep the order of plain dicts, as code may unpack it."""
     leaves, structure = flatten_in_order(tree)
     return jax.tree.unflatten(structure, map(function, leaves))
 

@@ -335,8 +335,9 @@ def is_synced(model: keras.Model) -> bool:
 
 @contextlib.contextmanager
 def refresh_before_sync(model: keras.Model, fetch: Callable[[], Any]) -> Iterator[None]:
-    """Fetch the newest state of a training step each time that Keras, or a callback by ``self.model``, writes its state into the variables;
-    None: Keras has the newest.
+    """Fetch the newest values each time that Keras, or a callback by ``self.model``, writes its state into the variables.
+
+    ``fetch`` returns the values of a training step's state, or None if Keras has the newest.
     """
     original = model.jax_state_sync
 

@@ -23,7 +23,7 @@ _LOCK_POLL_SECONDS = 1.0
 
 
 class WriterLock:
-    """The lock of the writer of a directory; its file is made, and never removed.
+    """The lock of the writer of a directory; its file is made, and never removed. ``clock`` gives the time since 1970.
 
     Attributes:
         is_exclusive: whether no other process can hold it; False before it is taken, and if the file system has no locks.

@@ -162,9 +162,8 @@ def _configure(count: int, environment: MutableMapping[str, str], threads: int |
         return False
     jax.config.update("jax_num_cpu_devices", count)
     is_set = any(environment.get(name, "").isdigit() for name in POOL_VARIABLES)
-    if not is_set and (
-        threads or count > 1
-    ):  # JAX's own pool is enough for one device, and a later call may want more.
+    # JAX's own pool is enough for one device, and a later call may want more.
+    if not is_set and (threads or count > 1):
         _threads_set = threads or max(usable_cores(), _threads_for(count))
         environment["PJRT_NPROC"] = str(_threads_set)
     return True

@@ -81,9 +81,8 @@ class PerDeviceProgram:
         with self._lock:
             is_compiled = self._compiled.issuperset(places)
             self._compiled.update(places)
-        if (
-            not is_compiled
-        ):  # XLA compiles for several devices at the same time. JAX's settings, such as x64, are those of this thread.
+        if not is_compiled:
+            # XLA compiles for several devices at the same time. JAX's settings, such as x64, are those of this thread.
             lowered = [self._program.lower(*call) for call in calls]
             with ThreadPoolExecutor(len(calls)) as pool:
                 list(pool.map(jax.stages.Lowered.compile, lowered))

@@ -163,7 +163,10 @@ def _visible(line: bytes) -> bytes:
 
 
 class LogPump:
-    """Thread that forwards the output of a worker, each byte at once to ``log`` and each line to ``show``, and closes ``source`` at its end."""
+    """Thread that forwards the output of a worker, and closes ``source`` at its end.
+
+    ``log`` gets each byte at once, ``show`` each line; None: nothing does.
+    """
 
     def __init__(self, source: int, log: io.RawIOBase | None, show: Callable[[bytes], object] | None) -> None:
         self._source = source

@@ -50,7 +50,10 @@ class ProcessName:
 
 @dataclass(frozen=True)
 class NodeProcesses:
-    """The processes of this node in one generation, in the order of their start; the job is done when ``leader`` is, or else when all are."""
+    """The processes of this node in one generation, in the order of their start.
+
+    The job can lose those that are ``expendable``. It is done when ``leader`` is; None: when all are.
+    """
 
     all: Sequence[ProcessName]
     expendable: frozenset[ProcessName] = frozenset()

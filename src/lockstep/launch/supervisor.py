@@ -102,9 +102,7 @@ def supervise(job: LaunchConfig, environment: Mapping[str, str], output: io.RawI
 
 @dataclass
 class LocalRestartLoop:
-    """Restart loop of a node that restarts its workers on its own, until ``stop_at`` on the monotonic clock; no other node may request to stop a
-    generation.
-    """
+    """Restart loop of a node that restarts its workers on its own, until ``stop_at`` on the monotonic clock; None: without limit."""
 
     job: LaunchConfig
     node: int

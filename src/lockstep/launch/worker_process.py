@@ -147,7 +147,7 @@ def job_exit_code(code: int) -> int:
 class WorkerProcess:
     """Starts and controls a worker or another process of a job, which gets the variables of ``environment`` only.
 
-    ``log`` receives every byte of its output, ``show`` each line.
+    ``log`` receives every byte of its output, ``show`` each line; None: nothing does.
 
     Attributes:
         code: its exit code, or minus the number of the signal that ended it; None while it runs.

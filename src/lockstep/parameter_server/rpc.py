@@ -86,7 +86,7 @@ class RpcClient:
         self._link.limit_unacknowledged(timeout_seconds)
         self._requests: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
         self._error: ClusterError | None = None
-        self._is_closed = False
+        self._is_closed, self._lock = False, threading.Lock()  # No request is queued behind the end.
         self._thread = threading.Thread(target=self._run, name=f"lockstep-{name}", daemon=True)
         self._thread.start()
 
@@ -103,16 +103,18 @@ class RpcClient:
             arrays: arrays of the request.
             check: raises ProtocolError if a response is not what was requested.
         """
-        if self._is_closed:
-            raise ClusterError(f"{self.name}: this worker has closed its connection there.")
         response: Future[Response] = Future()
-        self._requests.put((message, arrays, check, response))
+        with self._lock:
+            if self._is_closed:
+                raise ClusterError(f"{self.name}: this worker has closed its connection there.")
+            self._requests.put((message, arrays, check, response))
         return response
 
     def close(self) -> None:
         """Send the requests that are queued, and end."""
-        self._is_closed = True
-        self._requests.put(None)
+        with self._lock:
+            self._is_closed = True
+            self._requests.put(None)
         self._thread.join(self.timeout_seconds + _MARGIN_SECONDS)
         self._link.close()
 

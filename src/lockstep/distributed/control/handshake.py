@@ -339,7 +339,7 @@ def _describe(me: Peer) -> str:
 
 
 def connect(address: str, seconds: float) -> FramedSocket:
-    """Connect to the server at ``host:port`` within some seconds.
+    """Connect to the server at ``host:port`` within this many seconds.
 
     Raises:
         RetryableConnectError: no server accepted the connection in time.

@@ -152,7 +152,7 @@ def decode(body: bytes) -> dict[str, Any]:
 
 
 class FrameDecoder:
-    """Cuts a stream of bytes into messages; those longer than ``limit`` are refused at their header.
+    """Cuts a stream of bytes into messages; those of more than ``limit`` bytes are refused at their header.
 
     Attributes:
         macs: MACs of the messages from now on; None: they have none.

@@ -207,7 +207,7 @@ class KubeflowProgress(MonitorCallback):
 
 @dataclass(frozen=True)
 class _StatusServer:
-    """The server of Kubeflow Trainer for one TrainJob, the certificate of its authority, and the file of the token, which Kubernetes renews."""
+    """The server of Kubeflow Trainer for one TrainJob; the token is read anew for each update, as Kubernetes renews its file."""
 
     url: str
     ca_file: str

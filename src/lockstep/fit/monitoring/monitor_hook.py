@@ -52,8 +52,9 @@ Sample = tuple[float, Mapping[int, Mapping[str, float]]]
 
 
 class StatusWriter:
-    """Writes the status of one call of ``fit`` on the ``devices`` of all processes, while this context is open and from :meth:`start` on; at its
-    end, how the call ended.
+    """Writes the status of one call of ``fit`` from :meth:`start` on, and how it ended when this context closes.
+
+    ``devices`` is the number of devices of all processes.
     """
 
     def __init__(

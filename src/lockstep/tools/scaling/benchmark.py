@@ -230,7 +230,7 @@ _HIGHER_IS_BETTER = re.compile(
 
 
 def measure(first: FirstFit, setting: ScalingSetting, budget: Budget) -> SettingResult:
-    """Train as the script would, whose strategy uses the devices of the setting, and measure.
+    """Train the model of a script in a setting, and measure; the script's own strategy uses the devices of that setting.
 
     Raises:
         LockstepError: the setting is impossible.
