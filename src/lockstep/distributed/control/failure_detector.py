@@ -223,8 +223,9 @@ def _makes_progress(now: float, status: WorkerStatus, limits: Limits) -> bool:
 class SuspendDetector:
     """Detects that this process was suspended: silences that fall into such a pause are not failures of other workers.
 
-    The process has not run if it has used little CPU time. Else other threads have held Python's lock (the GIL). A pause begins up to
-    ``HEARTBEAT_SECONDS`` after a tick; on many cores these use much CPU time, about as much as before that tick.
+    The process has not run if it has used little CPU time. Else other threads have held Python's lock (the GIL). The process still
+    runs for up to ``HEARTBEAT_SECONDS`` between a tick and the pause; the CPU time of these, much on many cores, is
+    estimated from the ticks before and subtracted.
 
     Attributes:
         since: when the last pause ended.
@@ -236,10 +237,8 @@ class SuspendDetector:
         self._clock, self._cpu_clock = clock, cpu_clock
         self._last = self.since = clock()
         self._last_cpu = cpu_clock()
-        self._usual_cpu = (
-            0.0,
-            0.0,
-        )  # CPU time in HEARTBEAT_SECONDS, by the last two ticks: one may follow the other at once.
+        # CPU time in HEARTBEAT_SECONDS by each of the last two ticks, as one may follow the other at once.
+        self._usual_cpu = (0.0, 0.0)
 
     def tick(self) -> float:
         """Note that this process runs, to be called each ``HEARTBEAT_SECONDS``; returns the time."""
