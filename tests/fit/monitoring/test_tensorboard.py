@@ -127,11 +127,12 @@ def test_numbers_that_are_none_do_not_break_a_histogram(tmp_path):
     assert found["none"][0][1].shape == (0, 3)
 
 
-def test_large_numbers_that_are_equal_have_one_bucket(tmp_path):
+@pytest.mark.parametrize("number", [2.5e15, -9e15])
+def test_large_numbers_that_are_equal_have_one_bucket(tmp_path, number):
     file = EventFile(tmp_path)
-    file.write(0, [histogram("large", np.full(3, 2.5e15))])
+    file.write(0, [histogram("large", np.full(3, number))])
     file.close()
-    assert shown(tmp_path)["large"][0][1].tolist() == [[2.5e15, 2.5e15, 3]]
+    assert shown(tmp_path)["large"][0][1].tolist() == [[number, number, 3]]
 
 
 def test_the_model_is_described_as_keras_describes_it(tmp_path):

@@ -69,10 +69,14 @@ def histogram(tag: str, numbers: np.ndarray) -> Value:
     """Encode a histogram of the finite numbers, in buckets of one width: rows of left edge, right edge and count."""
     numbers = np.asarray(numbers, np.float64).ravel()
     numbers = numbers[np.isfinite(numbers)]
-    try:
-        counts, edges = np.histogram(numbers, BUCKETS) if numbers.size else (np.zeros(0), np.zeros(1))
-    except ValueError:  # There are too few numbers of floating point between the least and the largest one.
-        counts, edges = np.asarray([numbers.size]), np.asarray([numbers.min(), numbers.max()])
+    counts, edges = np.zeros(0), np.zeros(1)
+    if numbers.size:
+        first, last = numbers.min(), numbers.max()
+        # NumPy cannot make more buckets than there are numbers of floating point; around equal ones they make up a width of 1.
+        if (last - first or 1) < BUCKETS * np.spacing(max(abs(first), abs(last))):
+            counts, edges = np.asarray([numbers.size]), np.asarray([first, last])
+        else:
+            counts, edges = np.histogram(numbers, BUCKETS)
     rows = np.stack([edges[:-1], edges[1:], counts], axis=1).astype("<f8")
     return _value(tag, "histograms", _TENSORS, _tensor(_DOUBLE, rows))
 
