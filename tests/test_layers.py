@@ -12,7 +12,7 @@ PACKAGE = ROOT / "src" / "lockstep"
 
 # From the bottom up: a file may import from its own layer and from those above it in this list.
 LAYERS = (
-    ("_array_encoding", "_errors", "_atomic_files", "_version"),
+    ("_array_encoding", "_errors", "_atomic_files", "_padded_array", "_version"),
     ("_keras", "_logging"),
     ("distributed/cluster", "distributed/resolvers", "distributed/control", "checkpoint"),
     ("devices",),

@@ -4,10 +4,12 @@ import functools
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax
 import keras
 import numpy as np
 
 import lockstep
+from lockstep._keras.variable_placement import stored_value
 
 # Adding the rows of a batch in another order changes a float32 sum by about 1e-7 of its terms' size. Law 1 allows 1e-6 a
 # step; five to ten steps follow each other in a case, so the bound of a run is ten times that of a step.
@@ -117,11 +119,16 @@ def first(tree: Any, rows: int) -> Any:
     return keras.tree.map_structure(lambda leaf: leaf[:rows], tree)
 
 
+def stored_arrays(variables) -> list[jax.Array]:
+    """Return the arrays of variables as they are on the devices, with the padding of shards."""
+    return jax.tree.leaves([stored_value(variable) for variable in variables])
+
+
 def bytes_by_device(variables) -> dict[Any, int]:
     """Return the bytes that each device holds of some variables."""
     held: dict[Any, int] = {}
-    for variable in variables:
-        for shard in variable.value.addressable_shards:
+    for array in stored_arrays(variables):
+        for shard in array.addressable_shards:
             held[shard.device] = held.get(shard.device, 0) + shard.data.nbytes
     return held
 

@@ -62,9 +62,16 @@ SYNCHRONIZED_ARGUMENT = Patch(
 )
 STEP_FUNCTIONS = Patch(
     target="model",
-    attributes=("make_train_function", "make_test_function", "make_predict_function", "_symbolic_build"),
+    attributes=(
+        "make_train_function",
+        "make_test_function",
+        "make_predict_function",
+        "_symbolic_build",
+        "_get_jax_state",
+    ),
     lifetime="as long as the model",
-    reason="the functions that run a step are built by the strategy, and variables are built in its context",
+    reason="the functions that run a step are built by the strategy, variables are built in its context, and a step gets their values as "
+    "they are laid over the devices",
     public_api="a trainer that is given to the model; subclassing Model is not enough, as users bring their own classes",
     used_by=("_keras/trainer.py",),
 )

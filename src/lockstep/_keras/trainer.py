@@ -46,7 +46,7 @@ from lockstep._keras.patches import (
     patched,
     value_in_context,
 )
-from lockstep._keras.variable_placement import VariableSharder, lay_out, lay_out_uninitialized
+from lockstep._keras.variable_placement import VariableSharder, lay_out, lay_out_uninitialized, stored_values
 
 FUNCTIONS = ("train", "test", "predict")
 # Attribute of a function that replaces a method of a model's own class: what ``super()`` calls in that method.
@@ -67,7 +67,7 @@ def check_keras() -> None:
             f"Lockstep needs Keras on JAX, but Keras runs on {keras.backend.backend()}. Fix: set "
             'os.environ["KERAS_BACKEND"] = "jax" before the first import of keras.'
         )
-    others = ["jax_state_sync", "stateless_call", "_flatten_layers", "_symbolic_build"]
+    others = ["_get_jax_state", "jax_state_sync", "stateless_call", "_flatten_layers", "_symbolic_build"]
     wanted = [f"make_{name}_function" for name in FUNCTIONS] + others
     if missing := [name for name in wanted if not hasattr(keras.Model, name)]:
         raise BackendError(
@@ -271,7 +271,8 @@ def attach_strategy(
             )
     makers = [(f"make_{name}_function", functools.partial(_make_function, model, name, make)) for name in FUNCTIONS]
     builder = ("_symbolic_build", functools.partial(_build, model, build_context))
-    install(STEP_FUNCTIONS, [(model, name, value) for name, value in (*makers, builder)])
+    reader = ("_get_jax_state", functools.partial(_get_state, model))
+    install(STEP_FUNCTIONS, [(model, name, value) for name, value in (*makers, builder, reader)])
     for name in FUNCTIONS:
         setattr(model, f"{name}_function", None)
     model.__dict__[_STRATEGY] = strategy
@@ -287,6 +288,11 @@ def _build(
 ) -> None:
     with context():
         type(model)._symbolic_build(model, *args, **kwargs)
+
+
+def _get_state(model: keras.Model, **wanted: bool) -> Any:
+    with stored_values():
+        return type(model)._get_jax_state(model, **wanted)
 
 
 def _make_function(
@@ -309,7 +315,8 @@ def training_state(model: keras.Model, batch: Any) -> tuple[list[Any], ...]:
         Trainable, non-trainable, optimizer's and metrics' values; the model keeps them too.
     """
     model._symbolic_build(data_batch=batch)
-    return tuple([variable.value for variable in kind] for kind in variables_of(model))
+    with stored_values():
+        return tuple([variable.value for variable in kind] for kind in variables_of(model))
 
 
 def variables_of(model: keras.Model) -> list[list[keras.Variable]]:

@@ -1,12 +1,13 @@
 """Lays variables over devices. Those that are spread over several processes are read and set on all of them together.
 
 Undocumented parts, as of Keras 3.15: ``Variable._layout``, by which Keras lays all values of a variable over devices;
-``Variable._direct_assign`` and ``Variable._value``, through which it sets them; ``in_stateless_scope``.
+``Variable._direct_assign`` and ``Variable._value``, through which it sets them; ``Variable._maybe_autocast``; the stateless scope.
 """
 
 import contextlib
 import zlib
 from collections.abc import Callable, Iterable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,10 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 from jax.sharding import Sharding
-from keras.src.backend.common.stateless_scope import in_stateless_scope
+from keras.src.backend.common.stateless_scope import get_stateless_scope, in_stateless_scope
+
+from lockstep._keras.patches import value_in_context
+from lockstep._padded_array import PaddedArray, pad
 
 
 @dataclass(frozen=True)
@@ -37,14 +41,63 @@ class VariableSharder:
     makes_shards: bool = False
 
 
-class MultiProcessVariable(keras.Variable):
-    """A variable whose value is on devices of several processes.
+_reads_stored = ContextVar("_reads_stored", default=False)
 
-    If no process has all of it, all set it, and read it on the host, at the same point of the program. Keras makes its variables itself, so
-    :func:`lay_out` changes the class of an instance.
+
+def stored_values() -> contextlib.AbstractContextManager[None]:
+    """Have variables give their values as they are laid over the devices, some as :class:`PaddedArray`, while a context is open."""
+    return value_in_context(_reads_stored, True)
+
+
+def stored_value(variable: keras.Variable) -> Any:
+    """Return the value of a variable as it is laid over the devices."""
+    with stored_values():
+        return variable.value
+
+
+class ShardedVariable(keras.Variable):
+    """A variable whose value is sharded over devices, with padding if they do not divide its axis.
+
+    Keras makes its variables itself, so :func:`lay_out` changes the class of an instance.
     """
 
     _sharder: VariableSharder
+
+    @property
+    def value(self) -> Any:
+        stored = self._value
+        if not isinstance(stored, PaddedArray) or self._has_value_in_scope():
+            return super().value
+        return stored if _reads_stored.get() else self._maybe_autocast(stored.without_padding())
+
+    def _has_value_in_scope(self) -> bool:
+        return in_stateless_scope() and get_stateless_scope().get_current_value(self) is not None
+
+    def __array__(self, dtype: Any = None) -> np.ndarray:
+        if isinstance(self._value, PaddedArray) and not in_stateless_scope():
+            return np.asarray(self._value, dtype)
+        return super().__array__(dtype)
+
+    def assign(self, value: Any) -> Any:
+        """See Keras. A step returns values with padding."""
+        if not isinstance(value, PaddedArray):
+            return super().assign(value)
+        self._direct_assign(value)
+        return value
+
+    def _direct_assign(self, value: Any) -> None:
+        if isinstance(value, jax.core.Tracer):
+            super()._direct_assign(value)
+        else:
+            self._value = self._sharder.put(pad(value, self._layout), self._layout)
+
+
+class MultiProcessVariable(ShardedVariable):
+    """A variable whose value is on devices of several processes.
+
+    If no process has all of it, all set it, and read it on the host, at the same point of the program.
+    """
+
     _whole: np.ndarray | None = None  # the value while the chief saves a model, which it does alone
 
     @property
@@ -56,18 +109,16 @@ class MultiProcessVariable(keras.Variable):
             return np.asarray(self._whole, dtype)
         if not self._layout.is_fully_replicated:
             self._sharder.agree(f"the value of variable {self.path!r}, which all workers read together", None)
-        return np.asarray(self._sharder.gather(self.value, True), dtype)
+        return np.asarray(self._sharder.gather(self._value, True), dtype)
 
     def _direct_assign(self, value: Any) -> None:
-        if isinstance(value, jax.core.Tracer):
-            super()._direct_assign(value)
-            return
-        is_whole = isinstance(value, np.ndarray) or value.is_fully_addressable
+        is_array = not isinstance(value, jax.core.Tracer)
+        is_whole = is_array and (isinstance(value, np.ndarray) or value.is_fully_addressable)
         if is_whole and not self._layout.is_fully_replicated:
             value = np.ascontiguousarray(value)
             what = f"the new value of variable {self.path!r}, which all workers set together"
             self._sharder.agree(what, zlib.crc32(value.reshape(-1).view(np.uint8)))
-        self._value = self._sharder.put(value, self._layout)
+        super()._direct_assign(value)
 
 
 def has_layout(variable: keras.Variable) -> bool:
@@ -81,8 +132,8 @@ def lay_out(variable: keras.Variable, sharding: Sharding | None, sharder: Variab
     if sharding is None:
         return
     variable._layout = sharding
-    if not sharding.is_fully_addressable:
-        variable.__class__ = MultiProcessVariable
+    if not (sharding.is_fully_addressable and sharding.is_fully_replicated):
+        variable.__class__ = ShardedVariable if sharding.is_fully_addressable else MultiProcessVariable
         variable._sharder = sharder
     if vars(variable).get("_value") is not None:
         variable._direct_assign(variable._value)
@@ -109,8 +160,8 @@ def set_from_host(variable: keras.Variable, value: np.ndarray) -> None:
         variable.assign(value)
         return
     value = np.asarray(value, jnp.dtype(variable.dtype))
-    is_spread = isinstance(variable, MultiProcessVariable)
-    variable._direct_assign(value if is_spread else jax.device_put(value, variable._layout))
+    is_sharded = isinstance(variable, ShardedVariable)
+    variable._direct_assign(value if is_sharded else jax.device_put(value, variable._layout))
 
 
 @contextlib.contextmanager
@@ -129,7 +180,7 @@ def whole_values(variables: Iterable[keras.Variable], *, wanted: bool) -> Iterat
         sharded[0]._sharder.agree("the values of the variables, which all workers gather to save a model", paths)
     try:
         for variable in sharded:
-            variable._whole = variable._sharder.gather(variable.value, wanted)
+            variable._whole = variable._sharder.gather(variable._value, wanted)
         try:
             yield
         finally:

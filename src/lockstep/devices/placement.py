@@ -21,6 +21,7 @@ from jax.experimental.sparse import JAXSparse
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lockstep._errors import DeviceError, InputError
+from lockstep._padded_array import PaddedArray, padded_shape
 from lockstep.devices.batch_layout import BatchLayout
 from lockstep.devices.names import platform_of
 
@@ -105,24 +106,28 @@ class Placement:
         return NamedSharding(self.mesh, PartitionSpec(DEVICE_AXIS))
 
     def slice_sharding(self, shape: tuple[int, ...]) -> NamedSharding:
-        """Return the sharding in equal slices along :meth:`slice_axis`; replicated if there is none."""
+        """Return the sharding in slices along :meth:`slice_axis`, of which the last may be shorter; replicated if there is none."""
         axis = self.slice_axis(shape)
         if axis is None:
             return self.replicated
         return NamedSharding(self.mesh, PartitionSpec(*[None] * axis, DEVICE_AXIS))
 
     def slice_axis(self, shape: tuple[int, ...]) -> int | None:
-        """Return the axis along which a variable is sharded; None if the devices divide none, or the variable is small.
+        """Return the axis along which a variable is sharded; None if the variable is small.
 
-        On every platform, axes whose slices are whole tiles of a TPU come first, as it would pad others. Among these, or else among all
-        axes that the devices divide, it is the longest; the first of several.
+        On every platform, axes whose slices are whole tiles of a TPU come first, as it would pad others; then those that the devices
+        divide; then all others, whose last slices are padded (:func:`pad`). Among these it is the longest; the first of several.
         """
         count, tiles = self.row_shards, (*[1] * len(shape), *TPU_TILE)[-len(shape) :] if shape else ()
         if count == 1 or not is_large(shape):
             return None
         fitting = [axis for axis, length in enumerate(shape) if length % count == 0]
         whole = [axis for axis in fitting if shape[axis] % (count * tiles[axis]) == 0]
-        return max(whole or fitting, key=lambda axis: shape[axis], default=None)
+        return max(whole or fitting or range(len(shape)), key=lambda axis: shape[axis], default=None)
+
+    def has_short_shards(self, shape: tuple[int, ...]) -> bool:
+        """Return whether the devices do not divide the axis along which a variable is sharded."""
+        return padded_shape(shape, self.slice_sharding(shape)) != shape
 
     def on_first_device(self) -> "Placement":
         """Return a placement of the same replicas on the first device of this process."""
@@ -302,13 +307,16 @@ def _laid_out(sharding: NamedSharding) -> Callable[[Any], jax.Array]:
     return jax.jit(lambda array: array, out_shardings=sharding)
 
 
-def is_spread(array: jax.Array) -> bool:
+def is_spread(array: jax.Array | PaddedArray) -> bool:
     """Return whether the shards of an array are on devices of several processes, none of which has all of it."""
     return not array.is_fully_addressable and not array.is_fully_replicated
 
 
-def gather_on_host(array: jax.Array, wanted: bool = True) -> Any:
+def gather_on_host(array: jax.Array | PaddedArray, wanted: bool = True) -> Any:
     """Return an array as NumPy's, or None if it is not wanted; if it is spread over processes, by a ``NamedSharding``, all of them call this."""
+    if isinstance(array, PaddedArray):
+        whole = gather_on_host(array.array, wanted)
+        return np.asarray(PaddedArray(whole, array.shape)) if wanted else None
     if is_spread(array):
         array = _laid_out(NamedSharding(array.sharding.mesh, PartitionSpec()))(array)  # type: ignore[attr-defined]
     return np.asarray(array) if wanted else None

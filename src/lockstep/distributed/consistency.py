@@ -19,6 +19,7 @@ import numpy as np
 from jax import lax
 
 from lockstep._keras import trainer
+from lockstep._keras.variable_placement import stored_value
 from lockstep._logging import CancelledError, listed
 from lockstep._version import used_versions
 from lockstep.data.resumable_iterator import digest_of_batch
@@ -142,7 +143,7 @@ def describe_model(model: keras.Model) -> dict[str, Any]:
     return {
         "layers": {layer.name: _config(layer.get_config) for layer in model.layers},
         "compile": _config(model.get_compile_config),
-        "variables": {x.path: f"{x.dtype} {list(x.shape)}{_host_checksum(x.value)}" for x in variables},
+        "variables": {x.path: f"{x.dtype} {list(x.shape)}{_host_checksum(stored_value(x))}" for x in variables},
     }
 
 

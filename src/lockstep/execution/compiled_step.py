@@ -7,6 +7,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Sharding
+
+from lockstep._padded_array import PaddedArray, pad
 
 Step = Callable[[Any, Any], tuple[Any, Any]]  # (state, batch) -> (logs or outputs, state)
 
@@ -66,7 +70,8 @@ class CompiledTrainStep:
     """A training step on arrays, compiled at its first call; the new state has the shardings of the old, and if ``donated`` its memory."""
 
     def __init__(self, step: Step, shardings: Callable[[Any], Any], options: dict[str, str], *, donated: bool) -> None:
-        self._step, self._shardings, self._options, self._donated = step, shardings, options, donated
+        self._step, self._options, self._donated = step_on_padded_state(step, shardings), options, donated
+        self._shardings = shardings
         self._program: Any = None
 
     def __call__(self, state: Any, batch: Any) -> tuple[Any, Any]:
@@ -82,8 +87,9 @@ class CompiledTrainStep:
 
     def trace_for(self, state: Any, batch: Any) -> jax.stages.Traced:
         """Trace the step for a state and a batch of these shapes."""
-        types = jax.tree.map(jax.typeof, state_lists(state))
-        described = jax.tree.map(_described, types, jax.tree.broadcast(self._shardings(state), types))
+        shardings = self._shardings(state)
+        types = padded_state(described_state(state), shardings)
+        described = jax.tree.map(_described, types, jax.tree.broadcast(shardings, types))
         traced: jax.stages.Traced = self._jit(state).trace(described, batch)
         return traced
 
@@ -101,8 +107,58 @@ class CompiledTrainStep:
         return result, state_lists(new) if self._donated else tuple(state_changes(state, new))
 
 
-def _described(of_type: Any, sharding: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(of_type.shape, of_type.dtype, sharding=sharding, weak_type=of_type.weak_type)
+def described_state(state: Any) -> tuple[list[Any], ...]:
+    """Return the types of a state's values, which may have padding, without it."""
+    return tuple([_described(value) for value in part] for part in state)
+
+
+def padded_state(state: Any, shardings: Any) -> tuple[list[Any], ...]:
+    """Return a state whose values have equal shards (see :func:`pad`) if it is laid over the devices by ``shardings``: one for each value, or
+    for all values of a part.
+    """
+    return tuple(
+        [pad(value, sharding) for value, sharding in zip(part, _of_each(own, part), strict=True)]
+        for part, own in zip(state, shardings, strict=True)
+    )
+
+
+def step_on_padded_state(step: Step, state_shardings: Callable[[Any], Any]) -> Step:
+    """Return ``step`` as a function of a state whose values may have padding; it gets them without, and with shorter last shards.
+
+    XLA divides what the step computes with them, such as the update, as it divides all arrays of such lengths within a program.
+    """
+
+    def run(state: Any, batch: Any) -> tuple[Any, Any]:
+        shardings = state_shardings(state)
+        placed = [list(zip(part, _of_each(own, part), strict=True)) for part, own in zip(state, shardings, strict=True)]
+        values = tuple([_without_padding(*pair) for pair in part] for part in placed)
+        result, new = step(values, batch)
+        # What the step did not change is the same object; so is what is returned for it.
+        padded = [
+            [
+                old if after is before else pad(after, sharding) if isinstance(old, PaddedArray) else after
+                for (old, sharding), before, after in zip(*parts, strict=True)
+            ]
+            for parts in zip(placed, values, new, strict=True)
+        ]
+        return result, tuple(padded)
+
+    return run
+
+
+def _of_each(shardings: Any, part: Sequence[Any]) -> Sequence[Sharding]:
+    return shardings if isinstance(shardings, (list, tuple)) else [shardings] * len(part)
+
+
+def _without_padding(value: Any, sharding: Sharding) -> Any:
+    if not isinstance(value, PaddedArray):
+        return value
+    return lax.with_sharding_constraint(value.without_padding(), sharding)
+
+
+def _described(value: Any, sharding: Any = None) -> jax.ShapeDtypeStruct:
+    is_weak = not isinstance(value, PaddedArray) and jax.typeof(value).weak_type
+    return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding, weak_type=is_weak)
 
 
 def without_aliases(state: Any) -> tuple[Any, ...]:

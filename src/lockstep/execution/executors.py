@@ -24,10 +24,18 @@ from jax.sharding import SingleDeviceSharding
 from lockstep._keras.graph import copy_keras_mask, map_in_order
 from lockstep._keras.patches import LAYER_CALL, patched_method
 from lockstep._keras.recompute import recompute_layers
+from lockstep._padded_array import without_padding
 from lockstep.collectives import AutoAllReduce, CrossDeviceOps
 from lockstep.devices.batch_layout import BatchLayout, rows_of_replicas
 from lockstep.devices.cpu_devices import usable_cores
-from lockstep.devices.placement import MeshPlacement, PlacedRows, Placement, global_batch, is_large, local_values
+from lockstep.devices.placement import (
+    MeshPlacement,
+    PlacedRows,
+    Placement,
+    global_batch,
+    is_large,
+    local_values,
+)
 from lockstep.devices.xla_flags import compiler_options
 from lockstep.execution.call_splitter import (
     CallTrace,
@@ -43,8 +51,10 @@ from lockstep.execution.compiled_step import (
     StateValues,
     Step,
     apply_changes,
+    padded_state,
     start_lock,
     state_changes,
+    step_on_padded_state,
     without_aliases,
 )
 from lockstep.execution.cpu_rewrites import rewrite_for_cpu
@@ -178,7 +188,7 @@ class SpmdExecutor(Executor):
         Rows that "predict" returns stay on their devices, and the host collects them, unless other processes have some of them.
         """
         stays = kind == "predict" and self.placement.is_local
-        step = constrain_partitioning(step, self.placement.mesh)
+        step = step_on_padded_state(constrain_partitioning(step, self.placement.mesh), self.state_shardings)
 
         def changes(state: Any, batch: Any) -> tuple[Any, Any]:
             result, new = step(state, batch)
@@ -221,8 +231,11 @@ class SpmdExecutor(Executor):
         return state_shardings(state, self.placement, self.shard)
 
     def call_whole(self, call: ModelCall, placed: list[PlacedRows | None]) -> tuple[Any, list[Any], list[Any]]:
+        trainable, given = map(self._without_short_shards, (call.trainable, call.non_trainable))
         with recompute_whole(call.model, self.placement, self.recompute):
-            return call.make()
+            outputs, state, losses = replace(call, trainable=trainable, non_trainable=given).make()
+        unchanged = zip(call.non_trainable, given, state, strict=True)
+        return outputs, [old if new is own else new for old, own, new in unchanged], losses
 
     def forward(self, forward: SpmdForward, inputs: list[Any], placed: list[PlacedRows | None]) -> ReplicaResult:
         arrays = [
@@ -236,6 +249,15 @@ class SpmdExecutor(Executor):
             axes = shard_axes(forward.trainable, self.placement), shard_axes(forward.non_trainable, self.placement)
         forward = replace(forward, call=rewrite_for_cpu(call, self.placement.platform), axes=axes)
         return forward_on_devices(forward, arrays, self.placement, self.ops, self.shard is not None)
+
+    def _without_short_shards(self, values: list[Any]) -> list[Any]:
+        """Gather the variables whose last shards are shorter: XLA is not to divide a forward pass on such shards."""
+        if self.shard != "variables":
+            return values
+        return [self._on_all(value) if self.placement.has_short_shards(value.shape) else value for value in values]
+
+    def _on_all(self, array: jax.Array) -> jax.Array:
+        return jax.lax.with_sharding_constraint(array, self.placement.replicated)
 
     def _place(self, value: Any, layout: BatchLayout) -> jax.Array:
         """Lay an array that the step computed (augmented images, say) over the devices."""
@@ -258,12 +280,12 @@ class DeterministicExecutor(Executor):
         replicated = self.placement.replicated
 
         def run(state: Any, batch: Any) -> tuple[Any, Any]:
-            result, new = program(self.placement.put(state) if self.shard else state, batch)
+            result, new = program(without_padding(self.placement.put(state)) if self.shard else state, batch)
             result = replicated_arrays(result, replicated)
             if self.shard is None and gate is None:
                 return result, [ReplicatedValues(part, replicated) for part in new]
             new = replicated_arrays(new, replicated)
-            return result, self.placement.put(new, shardings(new)) if self.shard else new
+            return result, self.placement.put(padded_state(new, shardings(new)), shardings(new)) if self.shard else new
 
         def shardings(state: Any) -> Any:
             return state_shardings(state, self.placement, self.shard)
@@ -291,7 +313,7 @@ class EagerExecutor(Executor):
 
         def run(state: Any, batch: Any) -> tuple[Any, Any]:
             with jax.default_device(self.eager_device):
-                own = jax.device_put(without_aliases(local_values(tuple(state))), self.eager_device)
+                own = jax.device_put(without_aliases(without_padding(local_values(tuple(state)))), self.eager_device)
                 result, new = step(own, batch)
                 return result, gate(own, new, result) if gate else new
 
@@ -324,7 +346,9 @@ def _with_placement(
     def step(state: Any, batch: Any) -> tuple[Any, Any]:
         placed = placement.place_for_step(batch)
         if not isinstance(state, _PlacedState):
-            state = placement.put(without_aliases(state), shardings(state) if shardings else None)
+            state = without_aliases(state)
+            places = shardings(state) if shardings else None
+            state = placement.put(padded_state(state, places) if places else state, places)
         with start_lock(placement.devices):
             result, new = run(_stored_values(state), placed)
             new = gate(state, new, result) if gate else new
@@ -466,9 +490,6 @@ class ModelParallelExecutor(SpmdExecutor):
         own = replace(call, leaves=[self._on_all(leaf) if is_cut else leaf for leaf, is_cut in cut])
         outputs, state, losses = own.make()
         return map_in_order(lambda leaf: copy_keras_mask(leaf, self._on_all(leaf)), outputs), state, losses
-
-    def _on_all(self, array: jax.Array) -> jax.Array:
-        return jax.lax.with_sharding_constraint(array, self.placement.replicated)
 
     def _call_on_padding(
         self, call: ModelCall, placed: list[PlacedRows | None], layout: BatchLayout

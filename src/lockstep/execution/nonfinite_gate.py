@@ -53,6 +53,8 @@ class NonFiniteGate:
         if not changed:  # The step trains nothing.
             self.names, self.nonfinite = [], jnp.zeros(0, bool)
             return new
+        # What fills the last shards is finite.
+        old_values, (new_values, form) = jax.tree.leaves(old_values), jax.tree.flatten(new_values)
         key = changed, tuple(losses)
         if key not in self._programs:
             self._programs[key] = _SelectionProgram(changed, new_values, tuple(losses), donated=self._donated)
@@ -60,7 +62,7 @@ class NonFiniteGate:
         closed = program.open_flag if self._is_closed is None else self._is_closed
         self.names = program.names
         self.nonfinite, self._is_closed, kept = program.run(closed, old_values, new_values, list(losses.values()))
-        for (p, n), value in zip(changed, kept, strict=True):
+        for (p, n), value in zip(changed, jax.tree.unflatten(form, kept), strict=True):
             new[p][n] = value
         return new
 

@@ -29,7 +29,15 @@ from lockstep.devices.xla_flags import compiler_options
 from lockstep.execution.compiled_step import StateValues
 from lockstep.execution.jaxpr_utils import is_inexact
 from lockstep.execution.replica import ReplicaCall, ReplicaResult, StateMerge, join_halves, run_replicas
-from lockstep.execution.variable_shards import Axes, gathered, shard_spec
+from lockstep.execution.variable_shards import (
+    Axes,
+    gathered,
+    scattered_sum,
+    shard_axes,
+    shard_spec,
+    sharded_values,
+    whole_lengths,
+)
 
 
 class PerDevice(tuple[Any, ...]):
@@ -237,7 +245,8 @@ def forward_on_devices(
 
     trainable_axes, other_axes = forward.variable_axes
     cut, whole = PartitionSpec(DEVICE_AXIS), PartitionSpec()
-    trainable = list(forward.trainable)
+    trainable = sharded_values(forward.trainable, trainable_axes, placement)
+    non_trainable = sharded_values(forward.non_trainable, other_axes, placement)
     copied = [position for position, axis in enumerate(trainable_axes) if axis is None]
     copies = _device_copies([trainable[position] for position in copied], placement, ops, sliced)
     for position, copy in zip(copied, copies, strict=True):
@@ -253,7 +262,7 @@ def forward_on_devices(
         ),
         out_specs=ReplicaResult(rows=cut, means=cut, state=whole),  # type: ignore[arg-type]  # a tree of specs
         check_vma=False,
-    )(trainable, forward.non_trainable, forward.shared, inputs)
+    )(trainable, non_trainable, forward.shared, inputs)
     rows = [_global_rows(leaf, layout, placement) for leaf in result.rows]
     return finish_result(forward, ReplicaResult(rows, [share.sum(axis=0) for share in result.means], result.state))
 
@@ -300,31 +309,30 @@ def _device_copies(
         ]
 
     def backward(_: None, gradients: list[jax.Array]) -> tuple[list[jax.Array]]:
-        shapes = [gradient.shape[1:] for gradient in gradients]
-        axes = [placement.slice_axis(shape) if sliced else None for shape in shapes]
-        specs = [placement.slice_sharding(shape).spec if sliced else PartitionSpec() for shape in shapes]
+        values = [jax.ShapeDtypeStruct(gradient.shape[1:], gradient.dtype) for gradient in gradients]
+        axes = shard_axes(values, placement) if sliced else (None,) * len(gradients)
         reduce = jax.shard_map(
             lambda copies: _reduce_gradients([copy[0] for copy in copies], axes, placement, ops),
             mesh=placement.mesh,
             in_specs=PartitionSpec(DEVICE_AXIS),
-            out_specs=specs,
+            out_specs=[shard_spec(axis) for axis in axes],
             check_vma=False,
         )
-        return (reduce(gradients),)
+        return (whole_lengths(reduce(gradients), axes, placement),)
 
     copies.defvjp(lambda values: (copies(values), None), backward)
     return copies(trainable)
 
 
 def _reduce_gradients(
-    gradients: list[jax.Array], axes: list[int | None], placement: Placement, ops: CrossDeviceOps
+    gradients: list[jax.Array], axes: Axes, placement: Placement, ops: CrossDeviceOps
 ) -> list[jax.Array]:
     """Return the sum of each gradient over the devices, or this device's slice of it along its axis if that is not None."""
     whole = [position for position, axis in enumerate(axes) if axis is None]
     sums = dict(zip(whole, ops.all_reduce([gradients[i] for i in whole], DEVICE_AXIS, placement.devices), strict=True))
     for position, axis in enumerate(axes):
         if axis is not None:
-            sums[position] = lax.psum_scatter(gradients[position], DEVICE_AXIS, scatter_dimension=axis, tiled=True)
+            sums[position] = scattered_sum(gradients[position], axis, len(placement.devices))
     return [sums[position] for position in range(len(gradients))]
 
 

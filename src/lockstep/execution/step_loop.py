@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import keras
 
 from lockstep._keras import trainer
+from lockstep._keras.variable_placement import stored_value
 from lockstep.data.keras_adapter import next_batch
 from lockstep.execution.compiled_step import Step, are_lost, start_lock, state_lists
 from lockstep.execution.nonfinite_gate import GatedStep
@@ -105,7 +106,7 @@ class StepLoop:
         try:
             jax.block_until_ready(self._last)
         except Exception as error:
-            _explain(error, [variable.value for variable in self._model.variables])
+            _explain(error, [stored_value(variable) for variable in self._model.variables])
             raise
 
     def forget_last(self) -> None:

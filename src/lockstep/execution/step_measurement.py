@@ -15,7 +15,7 @@ import keras
 
 from lockstep._keras import trainer
 from lockstep.devices.placement import Placement
-from lockstep.execution.compiled_step import Step, dispatch_lock, state_lists, without_aliases
+from lockstep.execution.compiled_step import Step, dispatch_lock, padded_state, state_lists, without_aliases
 from lockstep.execution.executors import Executor, SpmdExecutor
 from lockstep.execution.step_functions import StepFunctions
 
@@ -68,10 +68,10 @@ class StrategyProbes:
         train_step = self._default.train_step(self._functions.build_step(self._default, "train"))
         program = train_step.compile_for(state, self._placement.abstract_batch(batch))
         if not self.is_estimate:
-            shardings = program.input_shardings[0][0]
+            shardings = self._default.state_shardings(state)
             return StepProbe(
                 program,
-                lambda: self._placement.put(copies(state), shardings),
+                lambda: self._placement.put(padded_state(copies(state), shardings), shardings),
                 lambda: self._placement.place(batch),
                 program,
             )

@@ -8,7 +8,8 @@ from functools import partial
 import keras
 import numpy as np
 
-from lockstep.devices.placement import DEVICE_AXIS, Placement, is_large
+from lockstep._padded_array import padded_shape
+from lockstep.devices.placement import DEVICE_AXIS, Placement
 from lockstep.execution.variable_shards import Recompute, Shard, is_sharded, layers_to_recompute
 
 NAMED = 4  # variables in a note; strategy.layout(model) lists all
@@ -24,7 +25,7 @@ class VariableLayout:
         shape: shape of the whole variable.
         bytes: size of the whole variable.
         axes: for each axis of the variable the axis of the mesh along which it is sharded, None if it is not.
-        device_bytes: on each device.
+        device_bytes: on each device, with the padding of shards.
         gathered: in which parts of a step the whole value is gathered; what is gathered in "forward" alone is kept for the backward
             pass. "" for a variable that is whole, or never gathered.
         reason: why ``layout="auto"`` has chosen these axes.
@@ -115,8 +116,12 @@ def layout_of(
         shape = tuple(variable.shape)
         is_sharded = shard == "variables" or (shard == "optimizer" and owner == "optimizer")
         axis = placement.slice_axis(shape) if is_sharded else None
-        size = math.prod(shape) * np.dtype(variable.dtype).itemsize
-        device_size = size if axis is None else size // len(placement.devices)
+        number_size = np.dtype(variable.dtype).itemsize
+        size = device_size = math.prod(shape) * number_size
+        if axis is not None:
+            device_size = (
+                math.prod(padded_shape(shape, placement.slice_sharding(shape))) // len(placement.devices) * number_size
+            )
         if axis is None or (owner == "optimizer" and not deterministic):
             gathered = ""
         else:
@@ -131,25 +136,17 @@ def layout_of(
 
 
 def layout_notes(layout: ModelLayout, optimizer: keras.Optimizer | None) -> list[str]:
-    """Return a sentence for the large variables that stay whole, one for those that no recomputed layer holds, and one for Muon."""
+    """Return a sentence for Muon, and one for the large variables that no recomputed layer holds."""
     if layout.devices == 1:
         return []
     notes = []
-    if whole := [one for one in layout.variables if one.axis is None and is_large(one.shape)]:
-        notes.append(
-            f"{_size_of(whole)} of large variables stay whole on each device, as none of their axes can be divided by "
-            f"{layout.devices}: {_named(whole)}"
-        )
     if isinstance(getattr(optimizer, "inner_optimizer", optimizer), keras.optimizers.Muon):
         notes.append("optimizer Muon multiplies whole matrices, for which XLA adds collectives to the update")
     kept = [one for one in layout.variables if one.gathered == "forward"]
     if kept and len(kept) < sum(one.gathered != "" for one in layout.variables):
-        notes.append(f"no recomputed layer holds {_named(kept)}: {_size_of(kept)} are kept for the backward pass")
+        size = mebibytes(sum(one.bytes for one in kept))
+        notes.append(f"no recomputed layer holds {_named(kept)}: {size} MiB are kept for the backward pass")
     return notes
-
-
-def _size_of(variables: list[VariableLayout]) -> str:
-    return f"{mebibytes(sum(one.bytes for one in variables))} MiB"
 
 
 def _named(variables: list[VariableLayout]) -> str:

@@ -1,21 +1,25 @@
 """``shard="variables"`` and ``shard="optimizer"``: each device keeps a shard of every large variable, or of the optimizer's.
 
-``Placement.slice_axis`` chooses the axis. A sharded variable is gathered where a forward pass uses it. The transpose of a gather is a reduce-scatter, so a device also gets only its shard of a gradient, and the update runs on shards. Source:
+``Placement.slice_axis`` chooses the axis. If the devices do not divide its length, the last shards are padded between two steps and in
+collectives. A sharded variable is gathered where a forward pass uses it. The transpose of a gather is a reduce-scatter, so a device also gets only its shard of a gradient, and the update runs on shards. Source:
 Rajbhandari et al., "ZeRO" (2020), stage 3. Both are explicit collectives inside of ``shard_map``; the partitioner of XLA decides nothing
 about them.
 """
 
 import contextlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import keras
 from jax import lax
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from lockstep._keras.recompute import blocks_of, layers_where, recompute_layers
+from lockstep._padded_array import PaddedArray, pad
 from lockstep.devices.placement import DEVICE_AXIS, Placement, is_large
 from lockstep.execution.replica import ReplicaCall, ReplicaResult
 
@@ -31,7 +35,17 @@ SEPARATE_COLLECTIVES = {
 
 Shard = Literal["optimizer", "variables"] | None
 Recompute = str | Callable[[keras.Layer], bool] | None
-Axes = tuple[int | None, ...]  # for each variable the axis along which it is sharded; None: it is whole
+
+
+@dataclass(frozen=True)
+class ShardAxis:
+    """The axis along which a variable is sharded, and its length without padding."""
+
+    axis: int
+    length: int
+
+
+Axes = tuple[ShardAxis | None, ...]  # for each variable; None: it is whole
 
 
 def state_shardings(state: Any, placement: Placement, shard: Shard) -> Any:
@@ -47,7 +61,16 @@ def state_shardings(state: Any, placement: Placement, shard: Shard) -> Any:
 
 def shard_axes(values: Sequence[Any], placement: Placement) -> Axes:
     """Return for each value of a variable the axis along which it is sharded."""
-    return tuple(placement.slice_axis(value.shape) for value in values)
+    axes = [placement.slice_axis(tuple(value.shape)) for value in values]
+    pairs = zip(values, axes, strict=True)
+    return tuple(None if axis is None else ShardAxis(axis, value.shape[axis]) for value, axis in pairs)
+
+
+def sharded_values(values: Sequence[jax.Array], axes: Axes, placement: Placement) -> list[jax.Array]:
+    """Return values whose shards are equal, as ``shard_map`` takes them."""
+    pairs = zip(values, axes, strict=True)
+    padded = [value if axis is None else pad(value, placement.slice_sharding(value.shape)) for value, axis in pairs]
+    return [value.array if isinstance(value, PaddedArray) else value for value in padded]
 
 
 def gathered(values: Sequence[jax.Array], axes: Axes) -> list[jax.Array]:
@@ -55,13 +78,34 @@ def gathered(values: Sequence[jax.Array], axes: Axes) -> list[jax.Array]:
     return [value if axis is None else _gather(value, axis) for value, axis in zip(values, axes, strict=True)]
 
 
-def shard_spec(axis: int | None) -> PartitionSpec:
-    """Return the ``PartitionSpec`` of a value that is sharded along ``axis``; None: it is whole on each device."""
-    return PartitionSpec() if axis is None else PartitionSpec(*[None] * axis, DEVICE_AXIS)
+def scattered_sum(value: jax.Array, along: ShardAxis, devices: int) -> jax.Array:
+    """Return this device's shard of the sum over the devices; to be called inside of ``shard_map``."""
+    padding = [(0, -along.length % devices if axis == along.axis else 0) for axis in range(value.ndim)]
+    padded = jnp.pad(value, padding)
+    return lax.psum_scatter(padded, DEVICE_AXIS, scatter_dimension=along.axis, tiled=True)
 
 
-def _gather(shard: jax.Array, axis: int) -> jax.Array:
-    return lax.all_gather(shard, DEVICE_AXIS, axis=axis, tiled=True)
+def whole_lengths(values: Sequence[jax.Array], axes: Axes, placement: Placement) -> list[jax.Array]:
+    """Return what ``shard_map`` returned as shards, without padding."""
+    pairs = zip(values, axes, strict=True)
+    return [value if along is None else _cut(value, along, placement) for value, along in pairs]
+
+
+def _cut(value: jax.Array, along: ShardAxis, placement: Placement) -> jax.Array:
+    if value.shape[along.axis] == along.length:
+        return value
+    sharding = NamedSharding(placement.mesh, shard_spec(along))
+    return lax.with_sharding_constraint(lax.slice_in_dim(value, 0, along.length, axis=along.axis), sharding)
+
+
+def shard_spec(shard: ShardAxis | None) -> PartitionSpec:
+    """Return the ``PartitionSpec`` of a value that is sharded along an axis; None: it is whole on each device."""
+    return PartitionSpec() if shard is None else PartitionSpec(*[None] * shard.axis, DEVICE_AXIS)
+
+
+def _gather(shard: jax.Array, along: ShardAxis) -> jax.Array:
+    whole = lax.all_gather(shard, DEVICE_AXIS, axis=along.axis, tiled=True)
+    return lax.slice_in_dim(whole, 0, along.length, axis=along.axis)
 
 
 def gather_variables(call: ReplicaCall, model: keras.Model, placement: Placement, recompute: Recompute) -> ReplicaCall:

@@ -24,6 +24,7 @@ from lockstep._keras.graph import copy_keras_mask, operations_of
 from lockstep._keras.patches import LAYER_CALL, LOSS, STATELESS_CALL, patched_method
 from lockstep._keras.trainer import variables_of
 from lockstep._logging import capitalized, counted, listed
+from lockstep._padded_array import without_padding
 from lockstep.data.random_state import capture_random_state, restore_random_state
 from lockstep.devices.batch_layout import BatchLayout
 from lockstep.devices.names import device_name
@@ -435,7 +436,8 @@ def rerun(functions: StepFunctions, state: Any, batch: Any) -> LayerTrace:
     random = capture_random_state()
     try:
         with jax.default_device(device), record.recording():
-            logs, _ = functions.build_step(executor, "train")(_on_one_device(state, placement), batch)
+            own = without_padding(_on_one_device(state, placement))
+            logs, _ = functions.build_step(executor, "train")(own, batch)
     finally:
         restore_random_state(random)
     record.loss = record.loss or next(filter(None, map(kind_of, loss_logs(logs).values())), None)

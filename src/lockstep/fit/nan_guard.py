@@ -16,6 +16,7 @@ import numpy as np
 
 from lockstep._errors import NonFiniteError, OptionError, one_of, outside_of_strategy, whole_number
 from lockstep._keras import trainer
+from lockstep._keras.variable_placement import stored_value
 from lockstep.execution.compiled_step import state_lists
 from lockstep.execution.nonfinite_gate import GatedStep
 from lockstep.execution.step_functions import StepFunctions
@@ -205,7 +206,7 @@ class StepGuard(StepHook):
         if restored is not None and restored is not state:
             model = self.functions.model
             if trainer.is_synced(model):  # Callbacks of the end of the epoch may have set learning rates.
-                now = [variable.value for variable in model.optimizer.variables]
+                now = [stored_value(variable) for variable in model.optimizer.variables]
                 restored[2] = trainer.keep_learning_rates(model.optimizer, restored[2], now)
             for kind, values in zip(trainer.variables_of(model), restored, strict=True):
                 for variable, value in zip(kind, values, strict=True):

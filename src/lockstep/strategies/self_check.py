@@ -15,6 +15,7 @@ from keras import initializers, layers
 from lockstep._errors import DeterminismError, ModelError, shown
 from lockstep._keras import trainer
 from lockstep._keras.graph import layers_of
+from lockstep._padded_array import padded_shape, without_padding
 from lockstep.custom_loops.strategy_api import StrategyApi
 from lockstep.data.fit_wrapper import FitWrapper, check_call
 from lockstep.data.process_group import ProcessGroup
@@ -198,9 +199,10 @@ def _compare_gradients(strategy: Diagnostics, model: keras.Model, batch: Any) ->
             raise TypeError(f"{type(executor).__name__} does not shard variables.")
         executor.prepare(batch)
         step = StepFunctions(model, placement, executor, lambda _: None).build_step(executor, "train")
-        programs = GradientPrograms(step, model, placement, donated=False, is_replicated=False)
-        whole, placed = local_values(state) if placement.is_local else state, placement.place(batch)
-        own = placement.put(whole, executor.state_shardings(whole))
+        whole, placed = without_padding(local_values(state) if placement.is_local else state), placement.place(batch)
+        shardings, is_even = _even_shardings(executor, whole)
+        programs = GradientPrograms(step, model, placement, donated=False, is_replicated=not is_even)
+        own = placement.put(whole, shardings)
         gradients, logs, _ = programs.program_for(own, placed)(own, placed)
         named = zip(model.trainable_variables, gradients, strict=True)
         found = {f"gradient of {variable.path!r}": gather_on_host(gradient) for variable, gradient in named}
@@ -242,6 +244,14 @@ def _compare_steps(model: keras.Model, batch: Any, variants: Sequence[tuple[Plac
     for value in outcomes[0].values():
         digest.update(value.tobytes())
     return digest.hexdigest()
+
+
+def _even_shardings(executor: SpmdExecutor, state: Any) -> tuple[Any, bool]:
+    """Return the shardings of a state, replicated where shards would need padding, and whether none would."""
+    shardings = jax.tree.broadcast(executor.state_shardings(state), state)
+    is_even = jax.tree.map(lambda value, own: padded_shape(value.shape, own) == value.shape, state, shardings)
+    even = jax.tree.map(lambda own, even: own if even else executor.placement.replicated, shardings, is_even)
+    return even, all(jax.tree.leaves(is_even))
 
 
 def _named_logs(logs: dict[str, Any]) -> dict[str, Any]:

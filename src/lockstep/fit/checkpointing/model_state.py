@@ -29,7 +29,8 @@ from lockstep._array_encoding import DTYPES
 from lockstep._errors import CheckpointError
 from lockstep._keras import trainer
 from lockstep._keras.callback_state import CALLBACK_STATE, set_sign_of_min_delta
-from lockstep._keras.variable_placement import set_from_host
+from lockstep._keras.variable_placement import set_from_host, stored_value
+from lockstep._padded_array import PaddedArray
 from lockstep.checkpoint.serialization import Loaded, array_digest, specs_of
 from lockstep.checkpoint.shards import ArrayShard
 from lockstep.data.random_state import check_order_state, check_random_state
@@ -59,7 +60,7 @@ class ModelVariables:
 
     def are_spread(self) -> bool:
         """Return whether there is a variable that no process has as a whole."""
-        return any(is_spread(variable.value) for variable in self.named().values())
+        return any(is_spread(stored_value(variable)) for variable in self.named().values())
 
     def copies(self, *kinds: str, wanted: bool = True, in_shards: bool = False) -> dict[str, Any]:
         """Copy the current values of some kinds of variables, or of all, as the next step reuses their memory.
@@ -81,14 +82,14 @@ class ModelVariables:
 
         def value_of(variable: keras.Variable) -> Any:
             own = known.get(id(variable))
-            return variable.value if own is None else own
+            return stored_value(variable) if own is None else own
 
         return value_of
 
     def _newest(self) -> dict[str, Any]:
         named = self.named()
         if self.state is None or trainer.is_synced(self._model):
-            return {name: variable.value for name, variable in named.items()}
+            return {name: stored_value(variable) for name, variable in named.items()}
         return dict(zip(named, (array for part in self.state for array in part), strict=True))
 
     def set(self, arrays: Mapping[str, np.ndarray], paths: Mapping[str, str], source: str) -> None:
@@ -174,7 +175,7 @@ def copies_of(values: list[Any], *, wanted: bool = True, in_shards: bool = False
     """Copy arrays.
 
     Args:
-        values: the arrays. Of one that every device has, the first device's is copied; one whose shards are on devices of several
+        values: the arrays, also with padding. Of one that every device has, the first device's is copied; one whose shards are on devices of several
             processes is gathered in the memory of the host.
         wanted: whether this process needs the copies. All processes call this with the same arrays.
         in_shards: whether each process gets its own shards of arrays on several processes, also if it does not want the others.
@@ -182,11 +183,12 @@ def copies_of(values: list[Any], *, wanted: bool = True, in_shards: bool = False
     Returns:
         The copies; a list of shards for an array that is not gathered; None for what is not wanted.
     """
-    arrays = [jnp.asarray(value) for value in values]
+    shapes = [value.shape for value in values]
+    arrays = [value.array if isinstance(value, PaddedArray) else jnp.asarray(value) for value in values]
     copies: list[Any] = [None] * len(arrays)
     for place, array in enumerate(arrays):
         if is_spread(array) and in_shards:
-            copies[place] = _own_shards(array)
+            copies[place] = _own_shards(array, shapes[place])
         elif is_spread(array):  # One after the other, as each needs the memory of a whole array on every device.
             copies[place] = gather_on_host(array, wanted)
     if not wanted:
@@ -196,16 +198,26 @@ def copies_of(values: list[Any], *, wanted: bool = True, in_shards: bool = False
     for group in whole, sharded:  # Two programs, as they run on other devices.
         for place, copy in zip(group, _copied(list(group.values())), strict=True):
             copies[place] = copy
-    return copies
+    pairs = zip(copies, shapes, strict=True)
+    return [copy if copy is None or isinstance(copy, list) else _cut(copy, shape) for copy, shape in pairs]
 
 
-def _own_shards(array: jax.Array) -> list[ArrayShard]:
-    """Copy the shards that no process before this one has."""
-    return [
-        ArrayShard(array.shape, tuple(part.start or 0 for part in shard.index), _copied([shard.data])[0])
-        for shard in array.addressable_shards
-        if shard.replica_id == 0
-    ]
+def _cut(copy: Any, shape: tuple[int, ...]) -> Any:
+    """Return a copy without padding."""
+    return copy if copy.shape == shape else np.asarray(copy)[tuple(map(slice, shape))]
+
+
+def _own_shards(array: jax.Array, shape: tuple[int, ...]) -> list[ArrayShard]:
+    """Copy the shards of a value of ``shape``, without its padding, that no process before this one has."""
+    shards = []
+    for shard in array.addressable_shards:
+        start = tuple(part.start or 0 for part in shard.index)
+        own = tuple(
+            min(length, whole - first) for length, whole, first in zip(shard.data.shape, shape, start, strict=True)
+        )
+        if shard.replica_id == 0 and min(own) > 0:
+            shards.append(ArrayShard(shape, start, _cut(_copied([shard.data])[0], own)))
+    return shards
 
 
 _LEFT_OUT = ("model", "_model", "params", "validation_data")
@@ -476,6 +488,10 @@ def _packed(value: Any, name: str, arrays: dict[str, np.ndarray], value_of: _Val
         return value
     if isinstance(value, keras.Variable):
         value = value_of(value)
+    if isinstance(value, PaddedArray):
+        if is_spread(value):
+            raise _NoValueError
+        value = np.asarray(value)
     if isinstance(value, (jax.Array, np.ndarray, np.generic)):
         return _packed_array(value, name, arrays)
     if isinstance(value, FunctionType) and vars(keras.ops).get(value.__name__) is value:

@@ -16,6 +16,7 @@ import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
 
 from lockstep.devices.placement import is_rows, placement_on
+from lockstep.execution.compiled_step import described_state
 from lockstep.execution.executors import EagerExecutor
 from lockstep.execution.step_functions import StepFunctions
 from lockstep.execution.step_hooks import StepHook
@@ -31,7 +32,7 @@ def flops_of_step(model: keras.Model, state: Any, batch: Any) -> float | None:
     alone = placement_on([device], 1)
     executor = EagerExecutor(device)
     step = StepFunctions(model, alone, executor, lambda sentence: None).build_step(executor, "train")
-    shapes = tuple([jax.tree.map(_shape, value) for value in part] for part in state)
+    shapes = described_state(state)
     try:
         with jax.default_device(device):
             traced = jax.jit(step).trace(shapes, _shapes(batch))

@@ -5,6 +5,7 @@ its peak, and at least as long as its memory takes at its bandwidth. Collectives
 """
 
 import inspect
+import math
 import re
 import time
 import traceback
@@ -217,7 +218,7 @@ def survey(call: TrainingCall) -> Survey:
     """
     state = trainer.training_state(call.model, call.whole_batch)
     per_row, per_step = _operations(call, state)
-    size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+    size = sum(math.prod(value.shape) * value.dtype.itemsize for part in state for value in part)
     return Survey(call.batch, call.rows, call.has_own_batches, _compute_dtype(call.model), per_row, per_step, size)
 
 
