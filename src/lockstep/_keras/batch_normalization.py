@@ -1,15 +1,18 @@
-"""BatchNormalization layers of a model: which synchronize over replicas, and traces without statistics of the batch.
+"""BatchNormalization layers of a model: which synchronize over replicas, and traces without statistics of the batch, or with those of some
+rows.
 
 That a model with a synchronized one runs on the global batch is decided in ``graph.global_batch_reason``.
 
-Undocumented parts, as of Keras 3.15: ``_flatten_layers``.
+Undocumented parts, as of Keras 3.15: ``_flatten_layers``, ``BatchNormalization._moments`` and ``_reduction_axes``.
 """
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
+from keras import ops
 
 from lockstep._keras.patches import MOMENTS, SYNCHRONIZED_FLAG, patched, patched_method
 
@@ -28,10 +31,10 @@ def clear_synchronized(model: keras.Model) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def disable_batch_statistics(model: keras.Model, mark: Callable[[Any], Any]) -> Iterator[list[keras.Layer]]:
+def disable_batch_statistics(model: keras.Model, mark: Callable[[Any, Any], Any]) -> Iterator[list[keras.Layer]]:
     """Make each BatchNormalization use its moving statistics while this context is open, so that it treats each row separately.
 
-    Where it would compute the moments of the batch, it gets ``mark`` of the moving statistics.
+    Where it would compute the moments of its inputs, it gets ``mark`` of the moving statistics and the inputs.
 
     Yields:
         A list to which each layer is added that asks for the moments of the batch.
@@ -39,15 +42,60 @@ def disable_batch_statistics(model: keras.Model, mark: Callable[[Any], Any]) -> 
     called: list[keras.Layer] = []
 
     def around_moments(layer: Any, method: Any) -> Any:
-        def moments(*args: Any, **kwargs: Any) -> Any:
+        def moments(inputs: Any, *args: Any, **kwargs: Any) -> Any:
             called.append(layer)
             statistics = layer.moving_mean, layer.moving_variance
-            return tuple(mark(keras.ops.convert_to_tensor(one)) for one in statistics)
+            return tuple(mark(keras.ops.convert_to_tensor(one), inputs) for one in statistics)
 
         return moments
 
     with patched_method(MOMENTS, normalizations_of(model), around_moments):
         yield called
+
+
+@contextlib.contextmanager
+def moments_of_first_rows(model: keras.Model, rows: int, used: Any) -> Iterator[None]:
+    """Make each BatchNormalization compute the moments of the first ``used`` of ``rows`` rows while this context is open.
+
+    Args:
+        model: a model that is called on ``rows`` rows.
+        rows: their number. The first axis of what is normalized has equally many entries of each row, in their order.
+        used: a number or a scalar array; the rows that follow are padding. If all are, mean and variance are 0.
+    """
+
+    def around_moments(layer: Any, method: Any) -> Any:
+        def moments(inputs: Any, mask: Any = None) -> Any:
+            entries = len(inputs)
+            is_used = ops.arange(entries) < used * (entries // rows)
+            if mask is not None:
+                return method(inputs, ops.logical_and(mask, _along_first_axis(is_used, mask)))
+            axes = layer._reduction_axes
+            wide = ops.cast(inputs, keras.backend.result_type(inputs.dtype, "float32"))
+            is_used = _along_first_axis(is_used, wide)
+            other = math.prod(inputs.shape[axis] for axis in axes if axis != 0)
+            count = ops.cast(ops.maximum(used * (entries // rows), 1), wide.dtype) * other
+
+            def mean(values: Any) -> Any:
+                return ops.sum(ops.where(is_used, values, 0), axes, keepdims=True) / count
+
+            center = mean(wide)
+            found = center, mean(ops.square(wide - center))
+            return tuple(ops.cast(ops.squeeze(one, axes), inputs.dtype) for one in found)
+
+        return moments
+
+    with patched_method(MOMENTS, normalizations_of(model), around_moments):
+        yield
+
+
+def has_own_moments(layer: keras.Layer) -> bool:
+    """Return whether the class of a BatchNormalization computes moments in a way of its own."""
+    (name,) = MOMENTS.attributes
+    return getattr(type(layer), name) is not getattr(keras.layers.BatchNormalization, name)
+
+
+def _along_first_axis(values: Any, like: Any) -> Any:
+    return ops.reshape(values, (-1, *[1] * (len(like.shape) - 1)))
 
 
 def normalizations_of(model: keras.Model) -> list[keras.Layer]:

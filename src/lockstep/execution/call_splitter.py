@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 
-from lockstep._keras.batch_normalization import disable_batch_statistics
+from lockstep._keras.batch_normalization import disable_batch_statistics, has_own_moments
 from lockstep._keras.graph import cause_of, flatten_in_order, get_keras_mask, is_seed, lacks_aggregation, set_keras_mask
 from lockstep._keras.layer_attributes import (
     attribute_arrays,
@@ -34,13 +34,14 @@ from lockstep.execution.rowwise import (
     RowAxis,
     RowDependence,
     RowMean,
+    RowProof,
     Trace,
     draws_for_each_row,
-    infer_dependences,
     is_fixed,
     is_noise,
     move_rows_back,
     move_rows_first,
+    prove_rows,
     statistic_of_replica,
     trace_for_rows,
 )
@@ -185,6 +186,7 @@ class CallTrace:
         averaged: variables that change.
         changed: positions of all non-trainable variables that change.
         has_replica_state: whether each replica has statistics of its rows, or its part of a variable other than a seed.
+        has_state_of_rows: whether a variable other than a seed changes that is not averaged, or statistics are not those of Keras.
         draws: whether random numbers are drawn.
     """
 
@@ -193,6 +195,7 @@ class CallTrace:
     averaged: tuple[_AveragedVariable, ...]
     changed: tuple[int, ...]
     has_replica_state: bool
+    has_state_of_rows: bool
     draws: bool
 
     @property
@@ -222,7 +225,8 @@ class OutputSpec:
         dtypes: dtypes of the same results.
         first_state: positions of the non-trainable variables that get the value of the first replica: it is proved to be that of
             each, or random numbers, which have no mean.
-        allows_padding: whether rows after those of a replica change none of its results.
+        allows_padding: whether rows after those of a replica change none of its results, if normalizations leave them out of their
+            statistics.
     """
 
     form: _ResultForm
@@ -261,15 +265,18 @@ def infer_output_spec(call: ModelCall, whole: CallTrace, sizes: set[int]) -> Out
         constants = {place: value for place, value in constants.items() if part_call.form.constants.get(place) == value}
         parts.append(part_call.trace)
     shapes = whole.trace.shapes[: len(whole.trace.shapes) - len(whole.averaged)]
-    found, allows_padding = [], not whole.has_replica_state
+    found, allows_padding = [], not whole.has_state_of_rows
     first_state = {variable.position for variable in whole.averaged}
     for part in parts[: len(proved)]:
-        deps = _follow_rows(whole.trace, part)
+        proof = _follow_rows(whole.trace, part)
+        deps = proof.results
         first_state &= _first_state(whole.averaged, deps[len(shapes) :])
         found.append(tuple(_row_axis(*one) for one in zip(shapes, deps, strict=False)))
         _check_noise(whole.form, deps[: len(shapes) - sum(whole.form.has_mask)])
         has_mean = any(isinstance(dep, RowMean) for dep in deps)
-        allows_padding &= not has_mean and (not whole.draws or draws_for_each_row(whole.trace, part))
+        allows_padding &= not has_mean and all(map(is_fixed, deps[len(shapes) :]))
+        allows_padding &= proof.has_statistics_of_leading_rows
+        allows_padding &= not whole.draws or draws_for_each_row(whole.trace, part)
     for part in parts:
         pairs = zip(shapes, found[0], strict=True)
         expected = [one.shape if axis is None else axis.shape(one.shape, part.rows) for one, axis in pairs]
@@ -298,7 +305,7 @@ def state_merges(call: ModelCall) -> tuple[StateMerge, ...]:
             with _explaining_size(call.rows, 2 * rows):
                 whole = _trace(call, 2 * rows)
             _check_changed(call.model, whole, part)
-            deps = _follow_rows(whole.trace, part.trace)
+            deps = _follow_rows(whole.trace, part.trace).results
             first = _first_state(whole.averaged, deps[len(deps) - len(whole.averaged) :])
     return merges_with(variables, first)
 
@@ -424,6 +431,8 @@ def _trace(call: ModelCall, rows: int) -> CallTrace:
         learned["state"] = any(
             not reason and not is_seed(variables[position]) for position, reason in zip(changed, reasons, strict=True)
         )
+        known = {one.position for one in averaged}
+        learned["of rows"] = any(place not in known and not is_seed(variables[place]) for place in changed)
         return [*values, *masks, *(jnp.asarray(state[one.position]) for one in averaged)]
 
     seeds = [trainable + position for position, variable in enumerate(variables) if is_seed(variable)]
@@ -433,7 +442,8 @@ def _trace(call: ModelCall, rows: int) -> CallTrace:
         trace = trace_for_rows(function, fixed, call.inputs, rows, seeds)
     draws = not trace.operations.keys().isdisjoint(_RANDOM_OPERATIONS)
     has_state = bool(normalizations) or learned["state"]
-    return CallTrace(trace, learned["form"], learned["averaged"], learned["changed"], has_state, draws)
+    of_rows = learned["of rows"] or any(map(has_own_moments, normalizations))
+    return CallTrace(trace, learned["form"], learned["averaged"], learned["changed"], has_state, of_rows, draws)
 
 
 def reason_for_proof(model: keras.Model, variable: keras.Variable) -> str:
@@ -486,10 +496,10 @@ def _explaining_size(rows: int, size: int) -> Iterator[None]:
 # --- the proof --------------------------------------------------------------------------------------------------------
 
 
-def _follow_rows(whole: Trace, part: Trace) -> list[RowDependence]:
+def _follow_rows(whole: Trace, part: Trace) -> RowProof:
     """Run the proof; an exception in it, as after a change of JAX's operations, means that nothing is proved."""
     try:
-        return infer_dependences(whole, part)
+        return prove_rows(whole, part)
     except Exception as error:
         raise CannotSplitError(f"its rows cannot be followed ({type(error).__name__}: {cause_of(error)})") from error
 

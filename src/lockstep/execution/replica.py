@@ -1,7 +1,8 @@
 """Run the replicas of one device, each on exactly its rows and with seeds of its own. Read this file first.
 
 A replica is Keras's own stateless call on the rows that belong to it: no mask and no patch, so whatever a
-layer computes over "the batch" it computes over the replica's rows. If nothing in the model depends on the replica, one call may have
+layer computes over "the batch" it computes over the replica's rows. Only in an uneven batch may padding follow them, if it is proved that
+this changes no result; then normalizations leave it out of their statistics. If nothing in the model depends on the replica, one call may have
 the rows of several (``executors.py`` decides). Neighbouring replicas with the same number of rows run as one call under
 ``jax.vmap``; XLA sees one large batch, each replica its own.
 
@@ -14,6 +15,7 @@ The results of a replica are of three kinds:
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -64,6 +66,7 @@ def run_replicas(
     global_rows: int,
     vectorize: bool = True,
     rows_used: jax.Array | None = None,
+    on_padding: Callable[[int, Any], AbstractContextManager[None]] = lambda rows, used: nullcontext(),
 ) -> ReplicaResult:
     """Run the replicas of one device.
 
@@ -78,24 +81,28 @@ def run_replicas(
         global_rows: number of rows of the whole batch, for the weights of means.
         vectorize: run neighbours of equal size under ``vmap``, instead of one after the other.
         rows_used: how many of ``rows`` are rows of the batch, for the weights of means; the others are padding. None: all of them.
+        on_padding: is open while a replica is called on so many rows, of which so many are used.
     """
     weights = (np.asarray(rows) if rows_used is None else rows_used) / global_rows
 
-    def one(replica: jax.Array, replica_inputs: Any) -> ReplicaResult:
-        return call(trainable, with_replica_seeds(non_trainable, merges, replica), replica_inputs)
+    def one(replica: jax.Array, replica_inputs: Any, used: Any = None) -> ReplicaResult:
+        size = len(jax.tree.leaves(replica_inputs)[0])
+        with nullcontext() if used is None else on_padding(size, used):
+            return call(trainable, with_replica_seeds(non_trainable, merges, replica), replica_inputs)
 
     shares = []
     for first, count, size, start in _runs(rows, vectorize):
         replicas = first_replica + jnp.arange(first, first + count)
-        own_inputs = jax.tree.map(partial(_replica_inputs, start=start, count=count, size=size), inputs)
-        result = jax.vmap(one)(replicas, own_inputs) if count > 1 else _run_single(one, replicas, own_inputs)
+        own = [jax.tree.map(partial(_replica_inputs, start=start, count=count, size=size), inputs)]
+        own += [] if rows_used is None else [rows_used[first : first + count]]
+        result = jax.vmap(one)(replicas, *own) if count > 1 else _run_single(one, replicas, *own)
         shares.append(_share(result, merges, non_trainable, replicas, weights[first : first + count]))
     return _combine(shares)
 
 
-def _run_single(one: Callable[[jax.Array, Any], ReplicaResult], replicas: jax.Array, inputs: Any) -> ReplicaResult:
+def _run_single(one: Callable[..., ReplicaResult], *arguments: Any) -> ReplicaResult:
     """Run a single replica without ``vmap``; like the arguments, the result has an axis of replicas."""
-    result = one(replicas[0], jax.tree.map(lambda leaf: leaf[0], inputs))
+    result = one(*jax.tree.map(lambda leaf: leaf[0], arguments))
     return jax.tree.map(lambda leaf: jnp.expand_dims(leaf, 0), result)
 
 

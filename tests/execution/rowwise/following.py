@@ -5,16 +5,16 @@ import jax.numpy as jnp
 
 from lockstep._keras.batch_normalization import disable_batch_statistics
 from lockstep._keras.graph import is_seed
-from lockstep.execution.rowwise import RowAxis, infer_dependences, statistic_of_replica, trace_for_rows
+from lockstep.execution.rowwise import RowAxis, prove_rows, statistic_of_replica, trace_for_rows
 
 ROWS = (6, 4)
 
 
 def dependences_of_function(function, *batch):
     """Return the dependences of the results of a function of arrays ``(rows, …)``."""
-    return infer_dependences(
+    return prove_rows(
         *(trace_for_rows(lambda _, own: jax.tree.leaves(function(*own)), [], batch, rows) for rows in ROWS)
-    )
+    ).results
 
 
 def dependences_of_model(model, *batch, training=None):
@@ -35,7 +35,7 @@ def dependences_of_model(model, *batch, training=None):
     seeds = [len(values[0]) + n for n, variable in enumerate(model.non_trainable_variables) if is_seed(variable)]
     with disable_batch_statistics(model, statistic_of_replica):
         fixed = [*values[0], *values[1]]
-        return infer_dependences(*(trace_for_rows(call, fixed, leaves, rows, seeds) for rows in ROWS))
+        return prove_rows(*(trace_for_rows(call, fixed, leaves, rows, seeds) for rows in ROWS)).results
 
 
 def is_by_rows(place):

@@ -4,9 +4,10 @@
 """
 
 from lockstep.execution.rowwise.proof import (
+    RowProof,
     Trace,
     draws_for_each_row,
-    infer_dependences,
+    prove_rows,
     statistic_of_replica,
     trace_for_rows,
 )
@@ -26,13 +27,14 @@ __all__ = [
     "RowAxis",
     "RowDependence",
     "RowMean",
+    "RowProof",
     "Trace",
     "draws_for_each_row",
-    "infer_dependences",
     "is_fixed",
     "is_noise",
     "move_rows_back",
     "move_rows_first",
+    "prove_rows",
     "statistic_of_replica",
     "trace_for_rows",
 ]

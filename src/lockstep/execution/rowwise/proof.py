@@ -56,8 +56,8 @@ _STATISTIC = "statistic_of_replica"  # the name of that function in a trace
 
 
 @jax.jit
-def statistic_of_replica(value: jax.Array) -> jax.Array:
-    """Return the value; the proof takes it as a statistic of the rows of a replica, in whose place it is in a trace."""
+def statistic_of_replica(value: jax.Array, of: jax.Array) -> jax.Array:
+    """Return the value; the proof takes it as a statistic of ``of``, which a replica computes from its rows, in whose place it is in a trace."""
     return value + 0  # An operation, as JAX leaves out a function that returns its argument.
 
 
@@ -85,6 +85,24 @@ class Trace:
         return Counter(equation.primitive.name for equation in equations_of(self.closed.jaxpr))
 
 
+@dataclass(frozen=True)
+class RowProof:
+    """What is proved of a function.
+
+    Attributes:
+        results: the dependence of each result on the rows.
+        statistics: for each statistic of a replica the dependence of the value that it is of.
+    """
+
+    results: RowDependences
+    statistics: RowDependences
+
+    @property
+    def has_statistics_of_leading_rows(self) -> bool:
+        """Whether every statistic is of a value whose first axis is the rows, or begins with them: rows that follow are at its end."""
+        return all(isinstance(one, RowAxis) and (one.axis, one.outer) == (0, 1) for one in self.statistics)
+
+
 def trace_for_rows(
     function: Callable[..., Any],
     fixed: Sequence[Any],
@@ -106,16 +124,17 @@ def trace_for_rows(
     return Trace(rows, len(fixed), closed, shapes, frozenset(seeds))
 
 
-def infer_dependences(one: Trace, other: Trace) -> RowDependences:
-    """Return the dependence of each result on the rows, from traces of a function with two numbers of rows, each at least 2."""
+def prove_rows(one: Trace, other: Trace) -> RowProof:
+    """Prove how each result depends on the rows, from traces of a function with two numbers of rows, each at least 2."""
     equation = next(_side_effects(one.closed.jaxpr), None)
     if equation is not None:
         reason = f"{equation.primitive.name} has a side effect, which each replica would have"
-        return [Mixed(reason).located_at(equation)] * len(one.closed.jaxpr.outvars)
+        return RowProof([Mixed(reason).located_at(equation)] * len(one.closed.jaxpr.outvars), [])
     batch = len(one.closed.jaxpr.invars) - one.fixed
     fixed = [Seeded() if number in one.seeds else None for number in range(one.fixed)]
     deps: RowDependences = [*fixed, *[RowAxis(0)] * batch]
-    return _JaxprReader((one.rows, other.rows)).closed(one.closed, other.closed, deps)
+    reader = _JaxprReader((one.rows, other.rows))
+    return RowProof(reader.closed(one.closed, other.closed, deps), reader.statistics)
 
 
 def _side_effects(jaxpr: Jaxpr, harmless: tuple[str, ...] = ("Debug",)) -> Iterator[JaxprEqn]:
@@ -160,6 +179,7 @@ class _JaxprReader:
 
     def __init__(self, rows: tuple[int, int], checks_gradients: bool = True) -> None:
         self.rows, self.checks_gradients = rows, checks_gradients
+        self.statistics: RowDependences = []
 
     def closed(self, first: ClosedJaxpr, second: ClosedJaxpr, deps: RowDependences) -> RowDependences:
         """Return the dependences of the results, given those of the inputs."""
@@ -271,7 +291,8 @@ class _JaxprReader:
     # --- operations that contain a jaxpr --------------------------------------------------------------------------------
 
     def call(self, pair: EquationPair, inputs: RowDependences) -> RowDependences:
-        if pair.equations[0].params.get("name") == _STATISTIC and all(map(is_fixed, inputs)):
+        if pair.equations[0].params.get("name") == _STATISTIC and is_fixed(inputs[0]):
+            self.statistics.append(inputs[1])
             return [ReplicaStatistic()]
         one, other = map(called_jaxpr, pair.equations)
         if isinstance(one, ClosedJaxpr):
