@@ -26,8 +26,8 @@ COLUMNS = (
 MIB = 1 << 20
 NOTE = (
     "Collectives with their number and the MiB of their results on a device, and the memory of a device: arguments, temporaries, and results "
-    'that reuse no argument. "of Keras" is `jax.jit` of Keras\'s own step with an even batch that is cut over the devices; its '
-    "batch normalization sees the global batch. With `deterministic=True` a step has several programs; memory is that of the largest.\n\n"
+    'that reuse no argument. "of Keras" is `jax.jit` of Keras\'s own step with an even batch, for an uneven one the next, that is cut over the '
+    "devices; its batch normalization sees the global batch. With `deterministic=True` a step has several programs; memory is that of the largest.\n\n"
     "![Memory of a step beside Keras's own step](compiled.svg)"
 )
 
@@ -38,9 +38,10 @@ def rows_of(net, target):
     sizes, baselines, rows, wrong = steps.sizes(net), {}, [], []
     for plan in steps.PLANS:
         case, kind = steps.Case(net, plan, target), steps.KINDS.get(plan, "train")
-        if kind not in baselines:
-            baselines[kind] = steps.measure_keras(case)
-        keras, found = baselines[kind], steps.measure(case)
+        batch = kind, steps.padded_rows(case)
+        if batch not in baselines:
+            baselines[batch] = steps.measure_keras(case)
+        keras, found = baselines[batch], steps.measure(case)
         wrong += [f"{case}: {each}" for each in faults(case, found, keras, sizes, steps.padded_rows(case), devices)]
         rows.append(
             (

@@ -134,8 +134,8 @@ def measure_mesh(net, sizes, target, **options):
 
 
 def measure_keras(case):
-    """Compile Keras's own step for the even batch of a case, cut over the devices."""
-    kind, rows = KINDS.get(case.plan, "train"), even_rows(case)
+    """Compile Keras's own step for the batch of a case, or the next even one, cut over the devices."""
+    kind, rows = KINDS.get(case.plan, "train"), padded_rows(case)
     model, state, batch = _made(case.net, rows, kind)
     mesh = Mesh(np.asarray(devices(case.target)), ("batch",))
     whole, cut = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((), ("batch",)))

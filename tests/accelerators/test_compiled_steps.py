@@ -65,5 +65,5 @@ def test_sharded_variables_are_gathered_and_their_gradients_scattered_once():
 
 def check(case):
     devices = len(steps.devices(case.target))
-    even = Case(case.net, case.plan if case.plan in steps.KINDS else "fast", case.target)
-    return faults(case, steps.measure(case), keras(even), sizes(case.net), steps.padded_rows(case), devices)
+    alike = Case(case.net, case.plan if case.plan in (*steps.KINDS, "uneven") else "fast", case.target)
+    return faults(case, steps.measure(case), keras(alike), sizes(case.net), steps.padded_rows(case), devices)

@@ -83,9 +83,9 @@ FAULTS = [
     ),
     Mutant(
         "padding-in-statistics",
-        "_keras/batch_normalization.py",
-        "is_used = ops.arange(entries) < used * (entries // rows)",
-        "is_used = ops.arange(entries) < entries",
+        "execution/replica.py",
+        "with nullcontext() if used is None else on_padding(size, used):",
+        "with nullcontext() if used is None else on_padding(size, size):",
         "The padding of an uneven batch enters the statistics of a normalization.",
     ),
     Mutant(
