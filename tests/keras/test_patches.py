@@ -17,7 +17,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "versions.md"
 # Attributes of other objects than Keras's, or values that are kept on a model and replace nothing.
 OTHER_WRITERS = {
     "strategies/base.py",
-    "fit/checkpointing/model_state.py",
+    "fit/checkpointing/callback_attributes.py",
     "launch/worker_main.py",  # names of the module __main__
     "_keras/graph.py",
     "_keras/layer_attributes.py",

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from lockstep.checkpoint.manifest import Manifest, encode
-from lockstep.fit.checkpointing import model_state
-from lockstep.fit.checkpointing.model_state import (
+from lockstep.fit.checkpointing import callback_attributes
+from lockstep.fit.checkpointing.callback_attributes import (
     FirstAttributes,
     first_attributes,
     packed_attributes,
@@ -158,7 +158,7 @@ def test_arrays_that_have_not_changed_are_not_in_a_checkpoint():
 def test_arrays_where_there_were_none_are_not_hashed(monkeypatch):
     owner = SimpleNamespace(best=None, array=np.ones(2), seen=[])
     first, hashed = first_attributes(owner, ""), []
-    monkeypatch.setattr(model_state, "array_digest", lambda array: hashed.append(array.tolist()))
+    monkeypatch.setattr(callback_attributes, "array_digest", lambda array: hashed.append(array.tolist()))
     owner.best, owner.seen = [np.zeros(3)], [np.zeros(3)]
     facts, _ = packed_attributes(owner, "", {}, first)
     assert [*facts] == ["best", "array", "seen"]
@@ -425,6 +425,6 @@ def test_what_stays_is_there_at_any_time(before, after):
     watched = type("kind", (Watched, kind), {})
     now = watched(before) if kind is dict else watched(before, before.maxlen)
     restored = watched(after) if kind is dict else watched(after, after.maxlen)
-    assert model_state._refilled(now, restored) is now
+    assert callback_attributes._refilled(now, restored) is now
     assert repr(kind(now)) == repr(kind(restored))
     assert not now.was_without

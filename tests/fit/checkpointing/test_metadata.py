@@ -20,12 +20,8 @@ import lockstep
 from lockstep._keras.callback_state import CALLBACK_STATE
 from lockstep.callbacks import BackupAndRestore, LearningRateScaling, NanGuard, ThroughputMonitor
 from lockstep.checkpoint.store import CheckpointStore
-from lockstep.fit.checkpointing.model_state import (
-    FirstAttributes,
-    MetadataCheck,
-    packed_attributes,
-    unpacked_attributes,
-)
+from lockstep.fit.checkpointing.callback_attributes import FirstAttributes, packed_attributes, unpacked_attributes
+from lockstep.fit.checkpointing.metadata_check import MetadataCheck
 from tests.checkpoint.test_damage import fields_of, say
 from tests.fit.monitoring.runs import built, data
 

@@ -10,7 +10,7 @@ from lockstep.checkpoint.store import CheckpointStore
 from lockstep.data.keras_adapter import KerasInput
 from lockstep.fit.checkpointing.backup_and_restore import BackupAndRestore
 from lockstep.fit.checkpointing.fit_checkpoint import FitCheckpoint, ResumedRun, on_all_processes
-from lockstep.fit.checkpointing.model_state import MetadataCheck
+from lockstep.fit.checkpointing.metadata_check import MetadataCheck
 from lockstep.fit.checkpointing.preemption import Preemption
 from lockstep.fit.fit_hooks import FitContext, single_callback
 

@@ -31,16 +31,16 @@ from lockstep.doctor.data_checks import FitRecord, check_changed_batch, fit_reco
 from lockstep.execution.step_functions import StepFunctions
 from lockstep.execution.step_hooks import StepHook
 from lockstep.fit.checkpointing.backup_and_restore import BackupAndRestore
-from lockstep.fit.checkpointing.model_state import (
+from lockstep.fit.checkpointing.callback_attributes import (
     FirstAttributes,
-    MetadataCheck,
-    ModelVariables,
     first_attributes,
     numbered_logs,
     packed_attributes,
     packed_logs,
     unpacked_attributes,
 )
+from lockstep.fit.checkpointing.metadata_check import MetadataCheck
+from lockstep.fit.checkpointing.model_state import ModelVariables
 from lockstep.fit.checkpointing.preemption import Preemption, exit_after_checkpoint
 
 Found = tuple[int, Mapping[str, np.ndarray], Mapping[str, Any]]  # step, arrays and metadata of a checkpoint

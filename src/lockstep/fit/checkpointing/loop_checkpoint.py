@@ -16,7 +16,8 @@ from lockstep.data.process_group import ProcessGroup
 from lockstep.data.random_state import capture_random_state, restore_random_state
 from lockstep.devices.placement import Placement
 from lockstep.fit.checkpointing.backup_and_restore import SaveFrequency
-from lockstep.fit.checkpointing.model_state import check_fields, copies_of
+from lockstep.fit.checkpointing.metadata_check import check_fields
+from lockstep.fit.checkpointing.model_state import copies_of
 from lockstep.fit.checkpointing.preemption import Preemption, exit_after_checkpoint
 
 
