@@ -1,6 +1,7 @@
 """``shard="variables"``: the numbers of one device, and the bits of the unsharded deterministic run; each device keeps its shards."""
 
 import contextlib
+import copy
 import functools
 
 import jax
@@ -461,6 +462,7 @@ def test_a_variable_with_padding_is_used_as_any_other():
     variable.assign_add(np.ones((65, 67)))
     np.testing.assert_array_equal(variable, expected)
     assert "shape=(65, 67)" in repr(variable)
+    np.testing.assert_array_equal(copy.deepcopy(variable), expected)
     with pytest.raises(ValueError, match=r"\(65, 69\)"):
         variable.assign(np.zeros((65, 69)))
 

@@ -31,10 +31,10 @@ def clear_synchronized(model: keras.Model) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def disable_batch_statistics(model: keras.Model, mark: Callable[[Any, Any], Any]) -> Iterator[list[keras.Layer]]:
+def disable_batch_statistics(model: keras.Model, mark: Callable[..., Any]) -> Iterator[list[keras.Layer]]:
     """Make each BatchNormalization use its moving statistics while this context is open, so that it treats each row separately.
 
-    Where it would compute the moments of its inputs, it gets ``mark`` of the moving statistics and the inputs.
+    Where it would compute the moments of its inputs, it gets ``mark`` of the moving statistics, the inputs and the mask, if there is one.
 
     Yields:
         A list to which each layer is added that asks for the moments of the batch.
@@ -42,10 +42,10 @@ def disable_batch_statistics(model: keras.Model, mark: Callable[[Any, Any], Any]
     called: list[keras.Layer] = []
 
     def around_moments(layer: Any, method: Any) -> Any:
-        def moments(inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        def moments(inputs: Any, mask: Any = None) -> Any:
             called.append(layer)
-            statistics = layer.moving_mean, layer.moving_variance
-            return tuple(mark(keras.ops.convert_to_tensor(one), inputs) for one in statistics)
+            of = [inputs] if mask is None else [inputs, mask]
+            return tuple(mark(ops.convert_to_tensor(one), *of) for one in (layer.moving_mean, layer.moving_variance))
 
         return moments
 
@@ -60,8 +60,10 @@ def moments_of_first_rows(model: keras.Model, rows: int, used: Any) -> Iterator[
     Args:
         model: a model that is called on ``rows`` rows.
         rows: their number. The first axis of what is normalized has equally many entries of each row, in their order.
-        used: a number or a scalar array; the rows that follow are padding. If all are, mean and variance are 0.
+        used: a number or a scalar array; the rows that follow are padding. If all are, the moments are those of all: nothing that is
+            computed on padding is read, but it should be finite, as its gradient is a product with zero.
     """
+    used = ops.where(used == 0, rows, used)
 
     def around_moments(layer: Any, method: Any) -> Any:
         def moments(inputs: Any, mask: Any = None) -> Any:
@@ -73,7 +75,7 @@ def moments_of_first_rows(model: keras.Model, rows: int, used: Any) -> Iterator[
             wide = ops.cast(inputs, keras.backend.result_type(inputs.dtype, "float32"))
             is_used = _along_first_axis(is_used, wide)
             other = math.prod(inputs.shape[axis] for axis in axes if axis != 0)
-            count = ops.cast(ops.maximum(used * (entries // rows), 1), wide.dtype) * other
+            count = ops.cast(used * (entries // rows), wide.dtype) * other
 
             def mean(values: Any) -> Any:
                 return ops.sum(ops.where(is_used, values, 0), axes, keepdims=True) / count

@@ -40,6 +40,10 @@ class VariableSharder:
     agree: Callable[[str, Any], None]
     makes_shards: bool = False
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "VariableSharder":
+        """Return the sharder itself, as the copy of a variable lies where the variable does."""
+        return self
+
 
 _reads_stored = ContextVar("_reads_stored", default=False)
 

@@ -74,8 +74,10 @@ class BatchLayout:
     def row_index(self) -> np.ndarray:
         """Return the row at each place of the shards, shape ``(devices * capacity,)``.
 
-        Padding repeats a row of the batch: its result is not read, but the arithmetic on it is as safe as that on
-        other rows (zeros could turn a normalization into NaN).
+        Padding repeats the last row of its device, or of the batch: its result is not read, but the arithmetic on it is as safe as that
+        on this row. A normalization would make large numbers of zeros, or of rows that are not in its statistics.
         """
-        starts = accumulate(self.device_rows[:-1], initial=0)
-        return np.concatenate([(start + np.arange(self.capacity)) % self.rows for start in starts])
+        bounds = accumulate(self.device_rows, initial=0)
+        return np.concatenate(
+            [np.minimum(np.arange(start, start + self.capacity), max(stop - 1, 0)) for start, stop in pairwise(bounds)]
+        )

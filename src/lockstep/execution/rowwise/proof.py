@@ -56,8 +56,8 @@ _STATISTIC = "statistic_of_replica"  # the name of that function in a trace
 
 
 @jax.jit
-def statistic_of_replica(value: jax.Array, of: jax.Array) -> jax.Array:
-    """Return the value; the proof takes it as a statistic of ``of``, which a replica computes from its rows, in whose place it is in a trace."""
+def statistic_of_replica(value: jax.Array, *of: jax.Array) -> jax.Array:
+    """Return the value; the proof takes it as a statistic of other values, from a replica's rows, in whose place it is in a trace."""
     return value + 0  # An operation, as JAX leaves out a function that returns its argument.
 
 
@@ -91,7 +91,7 @@ class RowProof:
 
     Attributes:
         results: the dependence of each result on the rows.
-        statistics: for each statistic of a replica the dependence of the value that it is of.
+        statistics: for each value of which a replica computes a statistic its dependence.
     """
 
     results: RowDependences
@@ -99,8 +99,9 @@ class RowProof:
 
     @property
     def has_statistics_of_leading_rows(self) -> bool:
-        """Whether every statistic is of a value whose first axis is the rows, or begins with them: rows that follow are at its end."""
-        return all(isinstance(one, RowAxis) and (one.axis, one.outer) == (0, 1) for one in self.statistics)
+        """Whether the first axis of each such value is the rows, or equally many entries of each: rows that follow are at its end."""
+        axes = [one for one in self.statistics if isinstance(one, RowAxis) and one.axis == 0]
+        return len(axes) == len(self.statistics) and all(one.outer == 1 or one.uniform for one in axes)
 
 
 def trace_for_rows(
@@ -292,7 +293,7 @@ class _JaxprReader:
 
     def call(self, pair: EquationPair, inputs: RowDependences) -> RowDependences:
         if pair.equations[0].params.get("name") == _STATISTIC and is_fixed(inputs[0]):
-            self.statistics.append(inputs[1])
+            self.statistics += inputs[1:]
             return [ReplicaStatistic()]
         one, other = map(called_jaxpr, pair.equations)
         if isinstance(one, ClosedJaxpr):
