@@ -63,6 +63,21 @@ def test_sharded_variables_are_gathered_and_their_gradients_scattered_once():
     assert (found.donated, found.from_host) == (fast.donated, ())
 
 
+@pytest.mark.timeout(900)
+def test_shards_of_sizes_that_the_devices_do_not_divide_need_what_even_ones_do(monkeypatch):
+    case = Case("small LM", "shard_variables", "H100 x 8")
+    even, larger = steps.measure(case), {"words": 10_007, "width": 132}
+    monkeypatch.setitem(steps.NETS, case.net, steps.NETS[case.net] | larger)
+    odd = steps.measure(case)
+    assert {name: odd.number_of(name) for name in odd.exchanged} == {
+        name: even.number_of(name) for name in even.exchanged
+    }
+    growth = 10_007 * 132 / (10_000 * 128)
+    assert odd.arguments < 1.05 * growth * even.arguments
+    assert all(size < 1.1 * growth * even.exchanged[name][1] for name, (_, size) in odd.exchanged.items())
+    assert (odd.donated, odd.from_host) == (even.donated, ())
+
+
 def check(case):
     devices = len(steps.devices(case.target))
     alike = Case(case.net, case.plan if case.plan in (*steps.KINDS, "uneven") else "fast", case.target)
