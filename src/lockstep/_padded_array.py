@@ -44,7 +44,8 @@ class PaddedArray:
     def without_padding(self) -> Any:
         """Return the value; outside of a trace each device gets all of it."""
         if isinstance(self.array, jax.Array) and not isinstance(self.array, jax.core.Tracer):
-            return _cut(self.array, self.shape)
+            with jax.ensure_compile_time_eval():  # Else a trace would get the program, which may be for other devices.
+                return _cut(self.array, self.shape)
         return self.array[tuple(map(slice, self.shape))]
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:

@@ -128,16 +128,16 @@ NORMALIZED = {
 }
 
 
-@pytest.mark.parametrize("rows", [7, 2])
+@pytest.mark.parametrize(("rows", "devices", "replicas"), [(7, 3, 3), (2, 3, 3), (11, 2, 4)])
 @pytest.mark.parametrize("name", NORMALIZED)
-def test_padding_of_an_uneven_batch_is_no_part_of_a_replicas_statistics(monkeypatch, name, rows):
+def test_padding_of_an_uneven_batch_is_no_part_of_a_replicas_statistics(monkeypatch, name, rows, devices, replicas):
     make, is_padded = NORMALIZED[name]
     calls, found = SpmdForward.padded_calls, []
     monkeypatch.setattr(SpmdForward, "padded_calls", lambda self: found.append(calls(self)) or found[-1])
 
     def trained(devices):
         keras.utils.set_random_seed(0)
-        with lockstep.MirroredStrategy([f"cpu:{number}" for number in range(devices)], replicas=3).scope():
+        with lockstep.MirroredStrategy([f"cpu:{number}" for number in range(devices)], replicas=replicas).scope():
             model = keras.Sequential([keras.Input((3, 4)), *make(), layers.Dense(5, "tanh"), layers.Dense(2)])
             model.compile(keras.optimizers.SGD(0.1), "mse")
         x = np.random.default_rng(0).normal(1, 2, (rows, 3, 4)).astype("float32")
@@ -146,7 +146,7 @@ def test_padding_of_an_uneven_batch_is_no_part_of_a_replicas_statistics(monkeypa
         return [*map(np.asarray, model.variables), losses]
 
     tolerance = 1e-2 if name == "half precision" else 1e-5
-    for padded, exact in zip(trained(3), trained(1), strict=True):
+    for padded, exact in zip(trained(devices), trained(1), strict=True):
         np.testing.assert_allclose(padded, exact, rtol=tolerance, atol=tolerance)
     assert {calls is not None for calls in found} == ({is_padded} - {None})
 

@@ -83,9 +83,9 @@ FAULTS = [
     ),
     Mutant(
         "padding-in-statistics",
-        "execution/replica.py",
-        "with nullcontext() if used is None else on_padding(size, used):",
-        "with nullcontext() if used is None else on_padding(size, size):",
+        "execution/call_splitter.py",
+        "has_padding = contextlib.nullcontext() if used is None else moments_of_first_rows(call.model, rows, used)",
+        "has_padding = contextlib.nullcontext() if used is None else moments_of_first_rows(call.model, rows, rows)",
         "The padding of an uneven batch enters the statistics of a normalization.",
     ),
     Mutant(

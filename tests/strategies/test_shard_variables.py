@@ -447,6 +447,23 @@ def test_sizes_that_the_devices_do_not_divide_are_sharded_with_padding(shard, tm
         np.testing.assert_array_equal(ours, theirs)
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_loss_reads_variables_with_padding_of_another_model(deterministic):
+    def trained(scope):
+        keras.utils.set_random_seed(0)
+        with scope:
+            teacher = keras.Sequential([keras.Input((65,)), layers.Dense(67)])
+            model = keras.Sequential([keras.Input((65,)), layers.Dense(65)])
+            model.compile("sgd", lambda y, outputs: ops.mean((teacher(y) - teacher(outputs)) ** 2, -1))
+        x = np.random.default_rng(0).normal(size=(9, 65)).astype("float32")
+        return model.fit(x, x, batch_size=9, epochs=2, verbose=0).history["loss"]
+
+    strategy = lockstep.MirroredStrategy(
+        [f"cpu:{number}" for number in range(3)], deterministic=deterministic, **SHARDED
+    )
+    np.testing.assert_allclose(trained(strategy.scope()), trained(contextlib.nullcontext()), rtol=1e-5)
+
+
 def test_a_variable_with_padding_is_used_as_any_other():
     with lockstep.MirroredStrategy([f"cpu:{number}" for number in range(3)], **SHARDED).scope():
         variable = keras.Variable(np.arange(65.0 * 67).reshape(65, 67), name="odd")

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 
-from lockstep._keras.batch_normalization import disable_batch_statistics, has_own_moments
+from lockstep._keras.batch_normalization import disable_batch_statistics, has_own_moments, moments_of_first_rows
 from lockstep._keras.graph import cause_of, flatten_in_order, get_keras_mask, is_seed, lacks_aggregation, set_keras_mask
 from lockstep._keras.layer_attributes import (
     attribute_arrays,
@@ -347,13 +347,18 @@ def _check_numbers(whole: dict[Any, Any], part: dict[Any, Any], rows: int, size:
 
 
 def split(spec: OutputSpec, call: ModelCall) -> ReplicaCall:
-    """Return the forward pass of one replica: a function of its variables' values, its inputs and the shared arguments."""
+    """Return the forward pass of one replica: a function of its variables' values, its inputs, the shared arguments, and the number of rows
+    that are used, if padding follows.
+    """
 
-    def run(trainable: list[Any], non_trainable: list[Any], inputs: list[Any], shared: list[Any]) -> ReplicaResult:
-        with attributes_kept(call.model):
+    def run(
+        trainable: list[Any], non_trainable: list[Any], inputs: list[Any], shared: list[Any], used: Any = None
+    ) -> ReplicaResult:
+        rows = len(inputs[0])
+        has_padding = contextlib.nullcontext() if used is None else moments_of_first_rows(call.model, rows, used)
+        with attributes_kept(call.model), has_padding:
             values, masks, state, _ = _run(call, trainable, non_trainable, inputs, shared)
         results = list(zip((*values, *masks), spec.row_axes, strict=True))
-        rows = len(inputs[0])
         return ReplicaResult(
             rows=[move_rows_first(value, axis, rows) for value, axis in results if axis is not None],
             means=[value if _is_floating(value) else halves(value) for value, axis in results if axis is None],

@@ -21,7 +21,6 @@ import jax.numpy as jnp
 import keras
 from jax.sharding import SingleDeviceSharding
 
-from lockstep._keras.batch_normalization import moments_of_first_rows
 from lockstep._keras.graph import copy_keras_mask, map_in_order
 from lockstep._keras.patches import LAYER_CALL, patched_method
 from lockstep._keras.recompute import recompute_layers
@@ -509,8 +508,7 @@ class ModelParallelExecutor(SpmdExecutor):
             leaf.array if leaf is not None else self._place(value, layout)
             for value, leaf in zip(call.inputs, placed, strict=True)
         ]
-        with moments_of_first_rows(call.model, padded, layout.rows):
-            result = split(spec, call)(call.trainable, call.non_trainable, inputs, call.shared)
+        result = split(spec, call)(call.trainable, call.non_trainable, inputs, call.shared, used=layout.rows)
         own = ReplicaResult([leaf[: layout.rows] for leaf in result.rows], result.means, result.state)
         outputs, losses = join(spec, own)
         state = [old if new is None else new for new, old in zip(own.state, call.non_trainable, strict=True)]

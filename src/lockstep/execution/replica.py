@@ -15,7 +15,6 @@ The results of a replica are of three kinds:
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -50,7 +49,7 @@ class ReplicaResult:
     state: list[jax.Array | None]
 
 
-# (trainable values, non-trainable values, this replica's inputs) -> result
+# (trainable values, non-trainable values, this replica's inputs, shared arguments, how many rows of the inputs are used; None: all) -> result
 ReplicaCall = Callable[..., ReplicaResult]
 
 
@@ -66,7 +65,6 @@ def run_replicas(
     global_rows: int,
     vectorize: bool = True,
     rows_used: jax.Array | None = None,
-    on_padding: Callable[[int, Any], AbstractContextManager[None]] = lambda rows, used: nullcontext(),
 ) -> ReplicaResult:
     """Run the replicas of one device.
 
@@ -81,14 +79,11 @@ def run_replicas(
         global_rows: number of rows of the whole batch, for the weights of means.
         vectorize: run neighbours of equal size under ``vmap``, instead of one after the other.
         rows_used: how many of ``rows`` are rows of the batch, for the weights of means; the others are padding. None: all of them.
-        on_padding: is open while a replica is called on so many rows, of which so many are used.
     """
     weights = (np.asarray(rows) if rows_used is None else rows_used) / global_rows
 
     def one(replica: jax.Array, replica_inputs: Any, used: Any = None) -> ReplicaResult:
-        size = len(jax.tree.leaves(replica_inputs)[0])
-        with nullcontext() if used is None else on_padding(size, used):
-            return call(trainable, with_replica_seeds(non_trainable, merges, replica), replica_inputs)
+        return call(trainable, with_replica_seeds(non_trainable, merges, replica), replica_inputs, used=used)
 
     shares = []
     for first, count, size, start in _runs(rows, vectorize):

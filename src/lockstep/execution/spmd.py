@@ -21,7 +21,6 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from lockstep._keras.batch_normalization import moments_of_first_rows
 from lockstep.collectives import CrossDeviceOps
 from lockstep.collectives.xla_all_reduce import platform_sum_bucketed
 from lockstep.devices.batch_layout import BatchLayout
@@ -559,7 +558,6 @@ def run_local(
         global_rows=forward.layout.rows,
         vectorize=vectorize,
         rows_used=rows_used,
-        on_padding=partial(moments_of_first_rows, forward.model),
     )
 
 

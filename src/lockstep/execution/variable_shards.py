@@ -118,7 +118,9 @@ def gather_variables(call: ReplicaCall, model: keras.Model, placement: Placement
     axes = shard_axes(variables, placement)
     axis_of = {id(variable): axis for variable, axis in zip(variables, axes, strict=True)}
 
-    def run(trainable: list[Any], non_trainable: list[Any], inputs: list[Any], shared: list[Any]) -> ReplicaResult:
+    def run(
+        trainable: list[Any], non_trainable: list[Any], inputs: list[Any], shared: list[Any], used: Any = None
+    ) -> ReplicaResult:
         values = [*trainable, *non_trainable]
         pairs = list(zip(variables, values, strict=True))
         is_shard = [value.shape != tuple(variable.shape) for variable, value in pairs]
@@ -130,7 +132,7 @@ def gather_variables(call: ReplicaCall, model: keras.Model, placement: Placement
         }
         layers = _layers_of_call(model, placement, recompute)
         with recompute_layers(layers, shards, lambda variable, shard: gathered([shard], (axis_of[id(variable)],))[0]):
-            return call(whole[: len(trainable)], whole[len(trainable) :], inputs, shared)
+            return call(whole[: len(trainable)], whole[len(trainable) :], inputs, shared, used=used)
 
     return run
 
