@@ -183,8 +183,8 @@ FAULTS = [
     Mutant(
         "rows-as-if-full",
         "devices/batch_layout.py",
-        "starts = accumulate(self.device_rows[:-1], initial=0)",
-        "starts = range(0, self.devices * self.capacity, self.capacity)",
+        "bounds = accumulate(self.device_rows, initial=0)",
+        "bounds = [device * self.capacity for device in range(self.devices + 1)]",
         "A device gets the rows that it would have if all before it were full.",
     ),
     Mutant(
