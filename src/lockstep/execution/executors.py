@@ -28,14 +28,7 @@ from lockstep._padded_array import without_padding
 from lockstep.collectives import AutoAllReduce, CrossDeviceOps
 from lockstep.devices.batch_layout import BatchLayout, rows_of_replicas
 from lockstep.devices.cpu_devices import usable_cores
-from lockstep.devices.placement import (
-    MeshPlacement,
-    PlacedRows,
-    Placement,
-    global_batch,
-    is_large,
-    local_values,
-)
+from lockstep.devices.placement import MeshPlacement, PlacedRows, Placement, global_batch, is_large, local_values
 from lockstep.devices.xla_flags import compiler_options
 from lockstep.execution.call_splitter import (
     CallTrace,
