@@ -128,8 +128,14 @@ NORMALIZED = {
 }
 
 
-@pytest.mark.parametrize(("rows", "devices", "replicas"), [(7, 3, 3), (2, 3, 3), (11, 2, 4)])
-@pytest.mark.parametrize("name", NORMALIZED)
+# A replica without rows, and several on a device, differ in the layout only.
+@pytest.mark.parametrize(
+    ("name", "rows", "devices", "replicas"),
+    [
+        *((name, 7, 3, 3) for name in NORMALIZED),
+        *((name, *layout) for name in ("rows", "dropout", "masked") for layout in ((2, 3, 3), (11, 2, 4))),
+    ],
+)
 def test_padding_of_an_uneven_batch_is_no_part_of_a_replicas_statistics(monkeypatch, name, rows, devices, replicas):
     make, is_padded = NORMALIZED[name]
     calls, found = SpmdForward.padded_calls, []
