@@ -431,6 +431,28 @@ def test_recomputed_layers_are_those_that_were_named():
     assert counts["none"] == 0 < counts["one"] < counts["blocks"]
 
 
+class Short(layers.Layer):
+    """Has a large weight of short axes."""
+
+    def build(self, shape):
+        self.weight = self.add_weight(shape=(7,) * 5, name="short")
+
+    def call(self, x):
+        return x * ops.mean(self.weight)
+
+
+def test_one_line_names_the_large_variables_that_stay_whole(caplog):
+    with caplog.at_level("INFO", "lockstep"):
+        with lockstep.MirroredStrategy([f"cpu:{number}" for number in range(8)], **SHARDED).scope():
+            model = keras.Sequential([keras.Input((3,)), Short(), Short()])
+            model.compile("sgd", "mse")
+        model.fit(np.ones((8, 3)), np.ones((8, 3)), verbose=0)
+    (note,) = [record.message for record in caplog.records if "stay whole" in record.message]
+    size = f"{4 * 2 * 7**5 / 2**20:.3f} MiB"
+    assert f"{size} of large variables stay whole on each device, as each of their axes is shorter than 8: " in note
+    assert note.count("/short' (7, 7, 7, 7, 7)") == 2
+
+
 @pytest.mark.parametrize("shard", ["variables", "optimizer"])
 def test_sizes_that_the_devices_do_not_divide_are_sharded_with_padding(shard, tmp_path):
     with lockstep.MirroredStrategy([f"cpu:{number}" for number in range(3)], shard=shard).scope():

@@ -90,12 +90,6 @@ def moments_of_first_rows(model: keras.Model, rows: int, used: Any) -> Iterator[
         yield
 
 
-def has_own_moments(layer: keras.Layer) -> bool:
-    """Return whether the class of a BatchNormalization computes moments in a way of its own."""
-    (name,) = MOMENTS.attributes
-    return getattr(type(layer), name) is not getattr(keras.layers.BatchNormalization, name)
-
-
 def _along_first_axis(values: Any, like: Any) -> Any:
     return ops.reshape(values, (-1, *[1] * (len(like.shape) - 1)))
 

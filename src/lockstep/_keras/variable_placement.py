@@ -72,7 +72,10 @@ class ShardedVariable(keras.Variable):
         stored = self._value
         if not isinstance(stored, PaddedArray) or self._has_value_in_scope():
             return super().value
-        return stored if _reads_stored.get() else self._maybe_autocast(stored.without_padding())
+        return stored if _reads_stored.get() else self._maybe_autocast(self._gathered(stored))
+
+    def _gathered(self, stored: PaddedArray) -> jax.Array:
+        return stored.without_padding()
 
     def _has_value_in_scope(self) -> bool:
         return in_stateless_scope() and get_stateless_scope().get_current_value(self) is not None
@@ -108,11 +111,18 @@ class MultiProcessVariable(ShardedVariable):
     def value(self) -> Any:
         return super().value if self._whole is None or in_stateless_scope() else jnp.asarray(self._whole)
 
+    def _gathered(self, stored: PaddedArray) -> jax.Array:
+        self._agree_to_read()
+        return super()._gathered(stored)
+
+    def _agree_to_read(self) -> None:
+        self._sharder.agree(f"the value of variable {self.path!r}, which all workers read together", None)
+
     def __array__(self, dtype: Any = None) -> np.ndarray:
         if self._whole is not None:
             return np.asarray(self._whole, dtype)
         if not self._layout.is_fully_replicated:
-            self._sharder.agree(f"the value of variable {self.path!r}, which all workers read together", None)
+            self._agree_to_read()
         return np.asarray(self._sharder.gather(self._value, True), dtype)
 
     def _direct_assign(self, value: Any) -> None:

@@ -113,7 +113,7 @@ class Placement:
         return NamedSharding(self.mesh, PartitionSpec(*[None] * axis, DEVICE_AXIS))
 
     def slice_axis(self, shape: tuple[int, ...]) -> int | None:
-        """Return the axis along which a variable is sharded; None if the variable is small.
+        """Return the axis along which a variable is sharded; None if the variable is small, or each of its axes shorter than the devices are many.
 
         On every platform, axes whose slices are whole tiles of a TPU come first, as it would pad others; then those that the devices
         divide; then all others, whose last slices are padded (:func:`pad`). Among these it is the longest; the first of several.
@@ -123,7 +123,8 @@ class Placement:
             return None
         fitting = [axis for axis, length in enumerate(shape) if length % count == 0]
         whole = [axis for axis in fitting if shape[axis] % (count * tiles[axis]) == 0]
-        return max(whole or fitting or range(len(shape)), key=lambda axis: shape[axis], default=None)
+        long = [axis for axis, length in enumerate(shape) if length >= count]
+        return max(whole or fitting or long, key=lambda axis: shape[axis], default=None)
 
     def has_short_shards(self, shape: tuple[int, ...]) -> bool:
         """Return whether the devices do not divide the axis along which a variable is sharded."""

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 
-from lockstep._keras.batch_normalization import disable_batch_statistics, has_own_moments, moments_of_first_rows
+from lockstep._keras.batch_normalization import disable_batch_statistics, moments_of_first_rows
 from lockstep._keras.graph import cause_of, flatten_in_order, get_keras_mask, is_seed, lacks_aggregation, set_keras_mask
 from lockstep._keras.layer_attributes import (
     attribute_arrays,
@@ -186,7 +186,7 @@ class CallTrace:
         averaged: variables that change.
         changed: positions of all non-trainable variables that change.
         has_replica_state: whether each replica has statistics of its rows, or its part of a variable other than a seed.
-        has_state_of_rows: whether a variable other than a seed changes that is not averaged, or statistics are not those of Keras.
+        has_state_of_rows: whether a variable other than a seed changes that is not averaged, or a subclass may have other statistics.
         draws: whether random numbers are drawn.
     """
 
@@ -447,7 +447,7 @@ def _trace(call: ModelCall, rows: int) -> CallTrace:
         trace = trace_for_rows(function, fixed, call.inputs, rows, seeds)
     draws = not trace.operations.keys().isdisjoint(_RANDOM_OPERATIONS)
     has_state = bool(normalizations) or learned["state"]
-    of_rows = learned["of rows"] or any(map(has_own_moments, normalizations))
+    of_rows = learned["of rows"] or any(type(layer) is not keras.layers.BatchNormalization for layer in normalizations)
     return CallTrace(trace, learned["form"], learned["averaged"], learned["changed"], has_state, of_rows, draws)
 
 

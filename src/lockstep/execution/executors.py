@@ -273,7 +273,7 @@ class DeterministicExecutor(Executor):
         replicated = self.placement.replicated
 
         def run(state: Any, batch: Any) -> tuple[Any, Any]:
-            result, new = program(without_padding(self.placement.put(state)) if self.shard else state, batch)
+            result, new = program(self.placement.put(without_padding(state)) if self.shard else state, batch)
             result = replicated_arrays(result, replicated)
             if self.shard is None and gate is None:
                 return result, [ReplicatedValues(part, replicated) for part in new]

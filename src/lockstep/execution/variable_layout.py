@@ -9,7 +9,7 @@ import keras
 import numpy as np
 
 from lockstep._padded_array import padded_shape
-from lockstep.devices.placement import DEVICE_AXIS, Placement
+from lockstep.devices.placement import DEVICE_AXIS, Placement, is_large
 from lockstep.execution.variable_shards import Recompute, Shard, is_sharded, layers_to_recompute
 
 NAMED = 4  # variables in a note; strategy.layout(model) lists all
@@ -136,17 +136,25 @@ def layout_of(
 
 
 def layout_notes(layout: ModelLayout, optimizer: keras.Optimizer | None) -> list[str]:
-    """Return a sentence for Muon, and one for the large variables that no recomputed layer holds."""
+    """Return a sentence for the large variables that stay whole, one for those that no recomputed layer holds, and one for Muon."""
     if layout.devices == 1:
         return []
     notes = []
+    if whole := [one for one in layout.variables if one.axis is None and is_large(one.shape)]:
+        notes.append(
+            f"{_size_of(whole)} of large variables stay whole on each device, as each of their axes is shorter than {layout.devices}: "
+            f"{_named(whole)}"
+        )
     if isinstance(getattr(optimizer, "inner_optimizer", optimizer), keras.optimizers.Muon):
         notes.append("optimizer Muon multiplies whole matrices, for which XLA adds collectives to the update")
     kept = [one for one in layout.variables if one.gathered == "forward"]
     if kept and len(kept) < sum(one.gathered != "" for one in layout.variables):
-        size = mebibytes(sum(one.bytes for one in kept))
-        notes.append(f"no recomputed layer holds {_named(kept)}: {size} MiB are kept for the backward pass")
+        notes.append(f"no recomputed layer holds {_named(kept)}: {_size_of(kept)} are kept for the backward pass")
     return notes
+
+
+def _size_of(variables: list[VariableLayout]) -> str:
+    return f"{mebibytes(sum(one.bytes for one in variables))} MiB"
 
 
 def _named(variables: list[VariableLayout]) -> str:

@@ -146,6 +146,8 @@ def use_alone():
         fit(model, 1)
     elif config["alone"] == "read":
         model.get_weights()
+    elif config["alone"] == "compute":
+        print(model.layers[1].kernel.value + 1)  # An odd size: the value is gathered.
     elif config["alone"] == "set":
         model.layers[0].set_weights([np.zeros((12, WIDTH)), np.zeros(WIDTH)])
     else:
