@@ -43,10 +43,12 @@ class PaddedArray:
 
     def without_padding(self) -> Any:
         """Return the value; outside of a trace each device gets all of it."""
-        if isinstance(self.array, jax.Array) and not isinstance(self.array, jax.core.Tracer):
-            with jax.ensure_compile_time_eval():  # Else a trace would get the program, which may be for other devices.
-                return _cut(self.array, self.shape)
-        return self.array[tuple(map(slice, self.shape))]
+        is_value = isinstance(self.array, jax.Array) and not isinstance(self.array, jax.core.Tracer)
+        if not (is_value and isinstance(self.array.sharding, NamedSharding)):
+            return self.array[tuple(map(slice, self.shape))]
+        with jax.ensure_compile_time_eval():  # Else a trace would get the program, which may be for other devices.
+            replicated = NamedSharding(self.array.sharding.mesh, PartitionSpec())
+            return _cutting_program(self.shape, replicated)(self.array)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return np.asarray(np.asarray(self.array)[tuple(map(slice, self.shape))], dtype)
@@ -97,11 +99,6 @@ def is_padded(leaf: Any) -> bool:
 def without_padding(tree: Any) -> Any:
     """Return a tree with its values of :class:`PaddedArray` as arrays of their own shape."""
     return jax.tree.map(lambda leaf: leaf.without_padding() if is_padded(leaf) else leaf, tree, is_leaf=is_padded)
-
-
-def _cut(array: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    mesh = array.sharding.mesh  # type: ignore[attr-defined]
-    return _cutting_program(shape, NamedSharding(mesh, PartitionSpec()))(array)
 
 
 @cache

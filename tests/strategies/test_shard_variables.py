@@ -469,6 +469,22 @@ def test_sizes_that_the_devices_do_not_divide_are_sharded_with_padding(shard, tm
         np.testing.assert_array_equal(ours, theirs)
 
 
+def test_what_is_not_finite_is_found_with_shards_with_padding():
+    def message(shard):
+        with lockstep.MirroredStrategy([f"cpu:{number}" for number in range(3)], shard=shard).scope():
+            model = keras.Sequential([keras.Input((65,)), layers.Dense(67, name="odd"), layers.Dense(1, name="last")])
+            model.compile("sgd", "mse")
+        x = np.ones((9, 65), "float32")
+        x[4] = np.inf
+        with pytest.raises(lockstep.NonFiniteError) as error:
+            model.fit(x, x[:, :1], batch_size=9, verbose=0, callbacks=[lockstep.callbacks.NanGuard()])
+        return str(error.value)
+
+    found = message("variables")
+    assert found == message(None)
+    assert "row" in found
+
+
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_a_loss_reads_variables_with_padding_of_another_model(deterministic):
     def trained(scope):
