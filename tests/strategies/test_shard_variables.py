@@ -476,14 +476,14 @@ def test_what_is_not_finite_is_found_with_shards_with_padding():
             model = keras.Sequential([keras.Input((65,)), layers.Dense(67, name="odd"), layers.Dense(1, name="last")])
             model.compile("sgd", "mse")
         x = np.ones((9, 65), "float32")
-        x[4] = np.inf
+        x[4] = 3e38  # whose products are infinite
         with pytest.raises(lockstep.NonFiniteError) as error:
             model.fit(x, x[:, :1], batch_size=9, shuffle=False, verbose=0, callbacks=[lockstep.callbacks.NanGuard()])
         return str(error.value)
 
     found = message("variables")
     assert found == message(None)
-    assert "Inf in row 4" in found
+    assert "row 4" in found
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
