@@ -91,6 +91,11 @@ def pad(value: Any, sharding: Sharding) -> Any:
     return PaddedArray(jnp.pad(value, widths), value.shape)
 
 
+def cut(value: Any, sharding: Sharding) -> Any:
+    """Return a value of a trace, which may be a :class:`PaddedArray`, without padding; its last shards are shorter."""
+    return lax.with_sharding_constraint(value.without_padding(), sharding) if is_padded(value) else value
+
+
 def is_padded(leaf: Any) -> bool:
     """Return whether a leaf is a value with padding; for ``is_leaf`` of JAX's tree functions."""
     return isinstance(leaf, PaddedArray)

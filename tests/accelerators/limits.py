@@ -5,13 +5,8 @@ from tests.accelerators.steps import KINDS, Case, Measured, Sizes
 SMALL = 4096  # bytes of losses, metrics and seeds
 CHIPS = 4  # TPUs v5e of one host
 MANY = 256  # TPUs; for so many XLA writes all-gathers and reduce-scatters as all-reduces of whole arrays
-# Nets whose shards are no whole tiles of a TPU: XLA may write their all-gathers and reduce-scatters as all-reduces, too, and has more of
-# their arrays in vector memory.
-LARGE = ("LM", "ResNet50")
-# Largest memory beside that of Keras's own step. With deterministic=True residuals are results of one program and arguments of another: for
-# ResNet50 2.4 times on v5e, 1.6 on H100.
+# Largest memory beside that of Keras's own step. With deterministic=True residuals are results of one program and arguments of another.
 MEMORY = {"uneven": 1.2, "deterministic": 2.0}
-DETERMINISTIC_MEMORY = {"ResNet50": 2.5}
 # A step of one program keeps so much in the vector memory of a TPU core, which is not counted.
 VECTOR_MEMORY = 128 << 20
 # Two normalizations whose outputs are added, as those of a block and of its projection, have equal gradients of their offsets: XLA adds up
@@ -94,8 +89,7 @@ def _least_reduced(case: Case, sizes: Sizes) -> int:
 
 
 def _gathers_by_all_reduces(case: Case, devices: int) -> bool:
-    """Return whether XLA may write gathers and scatters as all-reduces: for many TPUs, and where shards are no whole tiles of a TPU."""
-    return case.target.startswith("v5e") and (devices >= MANY or case.net in LARGE)
+    return case.target.startswith("v5e") and devices >= MANY
 
 
 def _has_several_hosts(case: Case, devices: int) -> bool:
@@ -104,13 +98,11 @@ def _has_several_hosts(case: Case, devices: int) -> bool:
 
 def _memory(case: Case, keras: Measured, sizes: Sizes, outputs: int, devices: int) -> float:
     times, more = MEMORY.get(case.plan, 1.05), 16 * SMALL
-    if case.plan == "deterministic":
-        times = DETERMINISTIC_MEMORY.get(case.net, times)
     if case.plan == "deterministic" or (case.plan == "predict" and _has_several_hosts(case, devices)):
         # Gathered, and what makes or reads them. An all-reduce that gathers reads as much as it writes.
         copies = 3 if case.plan == "deterministic" and _gathers_by_all_reduces(case, devices) else 2
         more += copies * outputs * (TILES if case.target.startswith("v5e") else 1)
-    if case.target.startswith("v5e") and (case.plan == "deterministic" or case.net in LARGE):
+    if case.target.startswith("v5e") and case.plan == "deterministic":
         more += VECTOR_MEMORY
     return times * keras.memory + more
 

@@ -12,6 +12,7 @@ from keras import layers, ops
 
 import lockstep
 from lockstep._keras.trainer import variables_of
+from lockstep._padded_array import PaddedArray
 from lockstep.execution import variable_shards
 from lockstep.tools.plan.hlo import collectives
 from tests.laws.cases import CASES, case_named, logits_loss, with_topologies
@@ -469,6 +470,21 @@ def test_sizes_that_the_devices_do_not_divide_are_sharded_with_padding(shard, tm
         np.testing.assert_array_equal(ours, theirs)
 
 
+def test_a_custom_loop_gathers_a_variable_with_padding_once_a_call(monkeypatch):
+    strategy = lockstep.MirroredStrategy([f"cpu:{number}" for number in range(3)], **SHARDED)
+    with strategy.scope():
+        variable = keras.Variable(np.ones((65, 67)), name="odd")
+
+    def on_replica():
+        return ops.sum(variable)
+
+    strategy.run(on_replica)  # Finds the variable while it is traced.
+    gather, gathered = PaddedArray.without_padding, []
+    monkeypatch.setattr(PaddedArray, "without_padding", lambda self: gathered.append(self) or gather(self))
+    found = strategy.reduce("mean", strategy.run(on_replica), axis=None)
+    assert (len(gathered), float(found)) == (1, 65 * 67)
+
+
 def test_what_is_not_finite_is_found_with_shards_with_padding():
     def message(shard):
         keras.backend.clear_session()  # The message names layers.
@@ -546,6 +562,7 @@ def test_a_model_that_is_not_compiled_predicts(caplog, devices):
         model = keras.Sequential([keras.Input((64,)), layers.Dense(128)])
     with caplog.at_level("INFO", "lockstep"):
         assert model.predict(np.ones((5, 64)), verbose=0).shape == (5, 128)
+    assert "stay whole" not in caplog.text
     assert "kept for the backward pass" not in caplog.text
 
 

@@ -11,6 +11,8 @@ import keras
 import numpy as np
 
 from lockstep._errors import InputError, OptionError, check_depth, shown
+from lockstep._keras.variable_placement import stored_value
+from lockstep._padded_array import without_padding
 from lockstep.data.sources import NON_NUMERIC_KINDS
 from lockstep.devices.batch_layout import rows_of_replicas
 from lockstep.devices.placement import Placement
@@ -107,8 +109,8 @@ def is_value(leaf: Any) -> bool:
 
 
 def value_of(leaf: Any) -> Any:
-    """Return the array of a Keras variable, or any other leaf unchanged."""
-    return leaf.value if isinstance(leaf, keras.Variable) else leaf
+    """Return the array of a Keras variable, which all processes ask for, or any other leaf unchanged."""
+    return without_padding(stored_value(leaf)) if isinstance(leaf, keras.Variable) else leaf
 
 
 def as_numeric_array(leaf: Any, where: str = "") -> np.ndarray:

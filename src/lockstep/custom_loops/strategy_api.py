@@ -225,7 +225,8 @@ class StrategyApi:
         read = program.variables_read(arguments)
         while True:
             # With a dtype: Keras's first value of a number has a weak one, for which JAX would trace again.
-            newest = self._placement.put([jnp.asarray(one.value, one.value.dtype) for one in read])
+            values = [value_of(variable) for variable in read]
+            newest = self._placement.put([jnp.asarray(value, value.dtype) for value in values])
             try:
                 with start_lock(self._placement.devices):
                     return program.compiled(arguments, placed, newest)

@@ -7,10 +7,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.sharding import Sharding
 
-from lockstep._padded_array import PaddedArray, pad
+from lockstep._padded_array import PaddedArray, cut, pad
 
 Step = Callable[[Any, Any], tuple[Any, Any]]  # (state, batch) -> (logs or outputs, state)
 
@@ -131,7 +130,7 @@ def step_on_padded_state(step: Step, state_shardings: Callable[[Any], Any]) -> S
     def run(state: Any, batch: Any) -> tuple[Any, Any]:
         shardings = state_shardings(state)
         placed = [list(zip(part, _of_each(own, part), strict=True)) for part, own in zip(state, shardings, strict=True)]
-        values = tuple([_without_padding(*pair) for pair in part] for part in placed)
+        values = tuple([cut(*pair) for pair in part] for part in placed)
         result, new = step(values, batch)
         # What the step did not change is the same object; so is what is returned for it.
         padded = [
@@ -148,12 +147,6 @@ def step_on_padded_state(step: Step, state_shardings: Callable[[Any], Any]) -> S
 
 def _of_each(shardings: Any, part: Sequence[Any]) -> Sequence[Sharding]:
     return shardings if isinstance(shardings, (list, tuple)) else [shardings] * len(part)
-
-
-def _without_padding(value: Any, sharding: Sharding) -> Any:
-    if not isinstance(value, PaddedArray):
-        return value
-    return lax.with_sharding_constraint(value.without_padding(), sharding)
 
 
 def _described(value: Any, sharding: Any = None) -> jax.ShapeDtypeStruct:

@@ -36,7 +36,7 @@ from lockstep.execution.variable_shards import (
     shard_axes,
     shard_spec,
     sharded_values,
-    whole_lengths,
+    without_shard_padding,
 )
 
 
@@ -318,7 +318,7 @@ def _device_copies(
             out_specs=[shard_spec(axis) for axis in axes],
             check_vma=False,
         )
-        return (whole_lengths(reduce(gradients), axes, placement),)
+        return (without_shard_padding(reduce(gradients), values, placement),)
 
     copies.defvjp(lambda values: (copies(values), None), backward)
     return copies(trainable)

@@ -16,10 +16,10 @@ import jax
 import jax.numpy as jnp
 import keras
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from lockstep._keras.recompute import blocks_of, layers_where, recompute_layers
-from lockstep._padded_array import PaddedArray, pad
+from lockstep._padded_array import PaddedArray, cut, pad
 from lockstep.devices.placement import DEVICE_AXIS, Placement, is_large
 from lockstep.execution.replica import ReplicaCall, ReplicaResult
 
@@ -85,17 +85,12 @@ def scattered_sum(value: jax.Array, along: ShardAxis, devices: int) -> jax.Array
     return lax.psum_scatter(padded, DEVICE_AXIS, scatter_dimension=along.axis, tiled=True)
 
 
-def whole_lengths(values: Sequence[jax.Array], axes: Axes, placement: Placement) -> list[jax.Array]:
-    """Return what ``shard_map`` returned as shards, without padding."""
-    pairs = zip(values, axes, strict=True)
-    return [value if along is None else _cut(value, along, placement) for value, along in pairs]
-
-
-def _cut(value: jax.Array, along: ShardAxis, placement: Placement) -> jax.Array:
-    if value.shape[along.axis] == along.length:
-        return value
-    sharding = NamedSharding(placement.mesh, shard_spec(along))
-    return lax.with_sharding_constraint(lax.slice_in_dim(value, 0, along.length, axis=along.axis), sharding)
+def without_shard_padding(values: Sequence[jax.Array], like: Sequence[Any], placement: Placement) -> list[jax.Array]:
+    """Return what ``shard_map`` returned as shards, with the shapes of ``like``."""
+    return [
+        value if value.shape == one.shape else cut(PaddedArray(value, one.shape), placement.slice_sharding(one.shape))
+        for value, one in zip(values, like, strict=True)
+    ]
 
 
 def shard_spec(shard: ShardAxis | None) -> PartitionSpec:

@@ -35,8 +35,8 @@ class MirroredStrategy(Strategy):
         input_options: how batches reach the devices.
         shard: ``"variables"``: each of n devices keeps 1/n of every large variable of the model and of its optimizer, so that a model
             may be larger than a device. A variable is gathered where a step uses it, and its gradient is added by a
-            reduce-scatter. ``"optimizer"``: only the optimizer's variables are sharded. Small variables stay whole. Source:
-            Rajbhandari et al., "ZeRO" (2020), stages 3 and 1.
+            reduce-scatter. ``"optimizer"``: only the optimizer's variables are sharded. Small variables, and those
+            with no axis of at least n entries, stay whole. Source: Rajbhandari et al., "ZeRO" (2020), stages 3 and 1.
         recompute: with ``shard="variables"``, which layers are computed again in the backward pass, so that their gathered
             variables and inner results need no memory until then: ``"blocks"``: repeated layers, and all others that have large
             variables; a function ``layer -> bool``; None: no layer.

@@ -161,7 +161,8 @@ def copies_of(values: list[Any], *, wanted: bool = True, in_shards: bool = False
         in_shards: whether each process gets its own shards of arrays on several processes, also if it does not want the others.
 
     Returns:
-        The copies; a list of shards for an array that is not gathered; None for what is not wanted.
+        The copies, which ``np.asarray`` makes arrays of the host; a list of shards for an array that is not gathered; None for what is
+        not wanted.
     """
     shapes = [value.shape for value in values]
     arrays = [value.array if isinstance(value, PaddedArray) else jnp.asarray(value) for value in values]
@@ -179,12 +180,12 @@ def copies_of(values: list[Any], *, wanted: bool = True, in_shards: bool = False
         for place, copy in zip(group, _copied(list(group.values())), strict=True):
             copies[place] = copy
     pairs = zip(copies, shapes, strict=True)
-    return [copy if copy is None or isinstance(copy, list) else _cut(copy, shape) for copy, shape in pairs]
+    return [copy if copy is None or isinstance(copy, list) else _of_shape(copy, shape) for copy, shape in pairs]
 
 
-def _cut(copy: Any, shape: tuple[int, ...]) -> Any:
-    """Return a copy without padding."""
-    return copy if copy.shape == shape else np.asarray(copy)[tuple(map(slice, shape))]
+def _of_shape(copy: Any, shape: tuple[int, ...]) -> Any:
+    """Return a copy of this shape. Padding is dropped when NumPy takes it, as it may still be computed."""
+    return copy if copy.shape == shape else PaddedArray(copy, shape)
 
 
 def _own_shards(array: jax.Array, shape: tuple[int, ...]) -> list[ArrayShard]:
@@ -196,5 +197,5 @@ def _own_shards(array: jax.Array, shape: tuple[int, ...]) -> list[ArrayShard]:
             min(length, whole - first) for length, whole, first in zip(shard.data.shape, shape, start, strict=True)
         )
         if shard.replica_id == 0 and min(own) > 0:
-            shards.append(ArrayShard(shape, start, _cut(_copied([shard.data])[0], own)))
+            shards.append(ArrayShard(shape, start, _of_shape(_copied([shard.data])[0], own)))
     return shards
