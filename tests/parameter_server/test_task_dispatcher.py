@@ -285,11 +285,13 @@ def test_an_abort_reaches_every_waiting_request():
             served.client(1).enter(1)
 
 
-def test_an_abort_waits_until_all_sessions_have_left(monkeypatch):
+@pytest.mark.parametrize("before", [["enter"], ["enter", "leave"]], ids=["in a call", "between two calls"])
+def test_an_abort_waits_until_all_sessions_have_left(before, monkeypatch):
     """The chief's process ends after it: what they are told must be on the way by then."""
     monkeypatch.setattr(task_dispatcher, "_ABORT_SECONDS", 2 * DEADLINE)
     dispatcher, one = opened(), session(1)
-    request(dispatcher, one, "enter")
+    for kind in before:
+        request(dispatcher, one, kind)
     aborting = threading.Thread(target=dispatcher.abort, args=("the chief has ended",), daemon=True)
     aborting.start()
     wait_until(lambda: dispatcher.has_failed, "the abort")

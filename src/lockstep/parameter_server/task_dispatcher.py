@@ -357,7 +357,7 @@ class TaskDispatcher:
             self._results[self._call] = (result, arrays or {}, kept_arrays or {})
             self._is_open = False
             self._changed.notify_all()
-            self._wait_until_left(self._timeout)
+            self._changed.wait_for(lambda: not self._present, self._timeout)
             late, self._present = sorted(map(str, self._present)), set()
         if late:
             self._log(
@@ -385,7 +385,7 @@ class TaskDispatcher:
                 wait_logger.log(listed(missing))
                 self._changed.wait(POLL_SECONDS)
             if self._failure:
-                self._wait_until_left(_ABORT_SECONDS)
+                self._wait_until_disconnected()
 
     def _stragglers(self, expected: Collection[tuple[str, int]], waited: float) -> list[str]:
         late = [
@@ -409,10 +409,11 @@ class TaskDispatcher:
         """Fail all calls before the chief ends: processes have a moment to receive the error and to leave."""
         with self._changed:
             self.fail_calls(sentence, exit_code)
-            self._wait_until_left(_ABORT_SECONDS)
+            self._wait_until_disconnected()
 
-    def _wait_until_left(self, seconds: float) -> None:
-        self._changed.wait_for(lambda: not self._present, seconds)
+    def _wait_until_disconnected(self) -> None:
+        """Give each connected process a moment to receive the failure, also one that is between two calls."""
+        self._changed.wait_for(lambda: not self._connected, _ABORT_SECONDS)
 
     def _raise_if_stuck(self) -> None:
         limit = self._long if self.worker_count else self._timeout

@@ -225,6 +225,7 @@ def main(config):
         cut = options.pop("shards", None)
         partitioner = cut and lockstep.partitioners.FixedShardsPartitioner(cut)
         strategy = lockstep.ParameterServerStrategy(variable_partitioner=partitioner, **options)
+        tell(has_joined=True)
         if config.get("stop"):
             stop_at(strategy, *config["stop"])
     elif config.get("replicas"):
