@@ -13,6 +13,7 @@ import lockstep
 from lockstep.cluster_resolver import (
     RESOLVERS,
     SimpleClusterResolver,
+    SlurmClusterResolver,
     TFConfigClusterResolver,
     WorkerGroup,
     resolve,
@@ -172,6 +173,16 @@ def test_what_is_not_used_and_says_something_else_is_told():
     assert resolver.group().workers == 8
     assert note.startswith("Slurm says that this process is worker 1 of 3. That is not used, as torchrun, ")
     assert "says worker 5 of 8; pass a resolver" in note
+
+
+@pytest.mark.parametrize("case", [torchrun, jax])
+def test_variables_that_a_batch_script_sets_for_all_processes_leave_their_numbers_to_srun(case):
+    exported = {name: value for name, value in case(0).items() if name not in ("RANK", "LOCAL_RANK", "JAX_PROCESS_ID")}
+    resolver = resolve(exported | slurm(1))
+    assert isinstance(resolver, SlurmClusterResolver)
+    assert (resolver.group().workers, resolver.group().index) == (3, 1)
+    with pytest.raises(lockstep.ClusterError, match="RANK|JAX_PROCESS_ID"):
+        resolve(exported)
 
 
 def test_what_is_not_used_need_not_say_where_worker_0_is():

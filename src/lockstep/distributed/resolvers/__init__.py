@@ -60,7 +60,7 @@ _KINDS = "classes of resolvers such as lockstep.cluster_resolver.RESOLVERS"
 def resolve(
     environ: Mapping[str, str] = os.environ, resolvers: Sequence[type[EnvironmentResolver]] = RESOLVERS
 ) -> ClusterResolver | None:
-    """Return the resolver of the first scheduler or launcher whose variables are set.
+    """Return the resolver of the first scheduler or launcher whose variables are set, and if possible number this process.
 
     If variables of another one are set, too, and contradict it, a note of the group says what was not used. If the process trains
     alone, a note says which variables of jobs of several processes are set and do not suffice (see :func:`notes_if_alone` if there is no resolver).
@@ -89,6 +89,7 @@ def resolve(
         if not (isinstance(kind, type) and issubclass(kind, EnvironmentResolver)):
             raise OptionError(f"resolvers: expected {_KINDS}, got {shown(kind)}.")
     present = [resolver for resolver in resolvers if resolver.is_present(environ)]
+    present.sort(key=lambda resolver: not resolver.is_numbered(environ))
     if not present:
         return None
     first = present[0](environ=environ)

@@ -176,6 +176,8 @@ class EnvironmentResolver(ClusterResolver, ABC):
     fix: ClassVar[str]  # How to set a missing one, in a sentence that follows "Fix: ".
     # Variables that suggest a job of several processes even if is_present needs more, with a value that suggests none, if any.
     hint_variables: ClassVar[tuple[tuple[str, str | None], ...]] = ()
+    # Each gives the number of a process: if all are missing, the others may have been set for all processes.
+    number_variables: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
         check_environ(environ)
@@ -185,6 +187,11 @@ class EnvironmentResolver(ClusterResolver, ABC):
     @abstractmethod
     def is_present(cls, environ: Mapping[str, str]) -> bool:
         """True if variables of this scheduler are set, even if they are wrong or incomplete."""
+
+    @classmethod
+    def is_numbered(cls, environ: Mapping[str, str]) -> bool:
+        """False if the variables lack the number of this process, as those that a batch script sets for all processes."""
+        return not cls.number_variables or any(name in environ for name in cls.number_variables)
 
     @classmethod
     def unused_variables(cls, environ: Mapping[str, str]) -> list[str]:

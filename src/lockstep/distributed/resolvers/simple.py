@@ -96,6 +96,7 @@ class JaxClusterResolver(EnvironmentResolver):
     source = "JAX's variables"
     variables = (_ADDRESS, "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
     hint_variables = ((_ADDRESS, None),)
+    number_variables = ("JAX_PROCESS_ID",)
     fix = "set JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID for each process."
 
     @classmethod

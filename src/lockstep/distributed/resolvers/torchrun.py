@@ -43,6 +43,7 @@ class TorchrunClusterResolver(EnvironmentResolver):
         *(("RANK", None), ("WORLD_SIZE", "1"), ("MASTER_ADDR", None)),
         *(("PET_NODE_RANK", None), ("PET_MASTER_ADDR", None)),
     )
+    number_variables = ("RANK", "PET_NODE_RANK")
     fix = "start the script with torchrun, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each process, or none of them."
 
     @classmethod
