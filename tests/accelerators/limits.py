@@ -1,5 +1,6 @@
 """What a step may exchange and need, from its model and from Keras's own step on the same devices."""
 
+from lockstep.execution.deterministic_rows import KEEP_FROM
 from tests.accelerators.steps import KINDS, Case, Measured, Sizes
 
 SMALL = 4096  # bytes of losses, metrics and seeds
@@ -65,12 +66,14 @@ def _exchanges(case: Case, keras: Measured, sizes: Sizes, outputs: int, devices:
         }
     if case.plan == "deterministic":
         # Large sums: parts are exchanged, added in the order of the tree, and gathered. Of small ones every device gets all.
+        # Of large outputs what the loss and the metrics need is gathered; on TPUs XLA writes a small all-gather as an all-reduce.
+        gathered = outputs if outputs < KEEP_FROM else outputs / 50
+        size = 1.3 * sizes.gradients + devices * (sizes.statistics + 4 * SMALL) + gathered
+        of_rows = {} if outputs < KEEP_FROM or not case.target.startswith("v5e") else {"all-reduce": (1, SMALL)}
         return {
             "all-to-all": (sizes.trainable, sizes.gradients),
-            "all-gather": (
-                sizes.trainable + 2,
-                1.3 * sizes.gradients + devices * (sizes.statistics + 4 * SMALL) + outputs,
-            ),
+            "all-gather": (sizes.trainable + 4, size),
+            **of_rows,
         }
     return {"all-reduce": (keras.number_of("all-reduce"), averaged + SMALL)}
 
@@ -98,9 +101,10 @@ def _has_several_hosts(case: Case, devices: int) -> bool:
 
 def _memory(case: Case, keras: Measured, sizes: Sizes, outputs: int, devices: int) -> float:
     times, more = MEMORY.get(case.plan, 1.05), 16 * SMALL
-    if case.plan == "deterministic" or (case.plan == "predict" and _has_several_hosts(case, devices)):
+    is_gathered = case.plan == "deterministic" and outputs < KEEP_FROM
+    if is_gathered or (case.plan == "predict" and _has_several_hosts(case, devices)):
         # Gathered, and what makes or reads them. An all-reduce that gathers reads as much as it writes.
-        copies = 3 if case.plan == "deterministic" and _gathers_by_all_reduces(case, devices) else 2
+        copies = 3 if is_gathered and _gathers_by_all_reduces(case, devices) else 2
         more += copies * outputs * (TILES if case.target.startswith("v5e") else 1)
     if case.target.startswith("v5e") and case.plan == "deterministic":
         more += VECTOR_MEMORY

@@ -181,7 +181,7 @@ def test_variables_that_a_batch_script_sets_for_all_processes_leave_their_number
     resolver = resolve(exported | slurm(1))
     assert isinstance(resolver, SlurmClusterResolver)
     assert (resolver.group().workers, resolver.group().index) == (3, 1)
-    with pytest.raises(lockstep.ClusterError, match="RANK|JAX_PROCESS_ID"):
+    with pytest.raises(lockstep.ClusterError, match=r"RANK|JAX_PROCESS_ID"):
         resolve(exported)
 
 

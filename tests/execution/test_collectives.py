@@ -136,6 +136,22 @@ def test_deterministic_step_has_two_collectives_for_a_large_gradient_and_one_for
     assert not any(host_instructions(text) for text in texts)
 
 
+def test_deterministic_step_does_not_gather_large_outputs():
+    """Of each row of a language model its loss and whether it hits are gathered, in place of a number for each word."""
+    words, length = 2_000, 16
+    with strategy(DEVICES, deterministic=True).scope():
+        model = keras.Sequential(
+            [keras.Input((length,), dtype="int32"), layers.Embedding(words, 4), layers.Dense(words)]
+        )
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile("sgd", loss, metrics=["accuracy"])
+    tokens = np.zeros((64, length), "int32")
+    texts = new_programs(lambda: model.train_on_batch(tokens, tokens))
+    gathered = sum(one.bytes for text in texts for one in collectives(text) if one.name == "all-gather")
+    weights = 4 * (2 * 4 * words + words)
+    assert gathered < 2 * weights < 4 * tokens.size * words / 50
+
+
 def new_programs(run):
     """Return the texts of the programs that are compiled while a function runs."""
     client = jax.devices("cpu")[0].client

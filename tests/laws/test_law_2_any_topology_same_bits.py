@@ -12,7 +12,7 @@ from jax import lax
 from keras import layers, ops, optimizers
 
 import lockstep
-from lockstep.execution import deterministic_replicas
+from lockstep.execution import deterministic_replicas, deterministic_rows
 from tests.support.processes import NOT_INHERITED
 
 from .cases import Towers, case_named, logits_loss
@@ -240,6 +240,28 @@ def others():
 @pytest.mark.parametrize(("name", "short"), list(others()))
 def test_law_1_holds_too_and_the_bits_are_those_of_one_device(name, short):
     """Assert equality with plain Keras up to rounding, and with one device bit for bit."""
+    check_laws_1_and_2(name, short)
+
+
+@pytest.fixture
+def rows_stay_with_replicas(monkeypatch):
+    """As for large outputs, which would take long to compute here."""
+    monkeypatch.setattr(deterministic_rows, "KEEP_FROM", 0)
+
+
+ALONG_ROWS = ("lstm_masked", "outputs_with_and_without_rows", "loss_scale")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("rows_stay_with_replicas")
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in ALONG_ROWS else pytest.mark.nightly) for name in OTHER]
+)
+def test_both_laws_hold_if_rows_stay_with_their_replicas(name):
+    check_laws_1_and_2(name, short=name not in WHOLE)
+
+
+def check_laws_1_and_2(name, short):
     case = case_named(name)
     found = run(case, Topology(3, 2), short)
     assert_same(found, reference(case, short), case.relative)
@@ -290,7 +312,10 @@ def trained(model_class, strategy, **options):
 
 
 @pytest.mark.slow
-def test_a_step_that_calls_the_model_three_times_and_differentiates_its_inputs():
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_step_that_calls_the_model_three_times_and_differentiates_its_inputs(kept, request):
+    if kept:
+        request.getfixturevalue("rows_stay_with_replicas")
     history, weights = trained(TwoCalls, Topology(3, 2).strategy())
     one_device, same = trained(TwoCalls, Topology(3, 1).strategy())
     fast, close = trained(TwoCalls, AnyTopology(3, 2).strategy())
@@ -299,6 +324,38 @@ def test_a_step_that_calls_the_model_three_times_and_differentiates_its_inputs()
         np.testing.assert_array_equal(ours, alone)
         np.testing.assert_allclose(ours, nearly, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(history["before"], fast["before"], rtol=1e-5)
+
+
+class Alignment(TwoCalls):
+    """Compares each row of its outputs with all others, and with another call's: a loss that mixes rows."""
+
+    def train_step(self, state, data):
+        trainable, non_trainable, optimizer, metric_values = state
+        x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
+
+        def loss(trainable):
+            one, _ = self.stateless_call(trainable, non_trainable, x)
+            other, _ = self.stateless_call(trainable, non_trainable, ops.concatenate([x[1:], x[:1]]))
+            similarities = ops.matmul(ops.normalize(one), ops.transpose(ops.normalize(other)))
+            contrast = keras.losses.sparse_categorical_crossentropy(ops.arange(len(x)), similarities, from_logits=True)
+            own = keras.losses.sparse_categorical_crossentropy(y, one, from_logits=True)
+            return ops.mean(contrast) + ops.mean(own * ops.max(ops.abs(one), axis=0)[0])
+
+        value, gradients = jax.value_and_grad(loss)(trainable)
+        trainable, optimizer = self.optimizer.stateless_apply(optimizer, gradients, trainable)
+        return {"loss": value}, (trainable, non_trainable, optimizer, metric_values)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("rows_stay_with_replicas")
+def test_a_loss_that_mixes_rows_reads_joined_ones():
+    history, weights = trained(Alignment, Topology(3, 2).strategy())
+    one_device, same = trained(Alignment, Topology(3, 1).strategy())
+    _, close = trained(Alignment, AnyTopology(3, 2).strategy())
+    assert history == one_device
+    for ours, alone, nearly in zip(weights, same, close, strict=True):
+        np.testing.assert_array_equal(ours, alone)
+        np.testing.assert_allclose(ours, nearly, rtol=1e-5, atol=1e-6)
 
 
 class Unsupported(TwoCalls):

@@ -4,7 +4,7 @@ In a round each device runs one replica, or none. Replicas with different number
 different rounds. A device keeps at most about log2(its replicas) partial sums at a time, like a binary counter.
 
 The step is partitioned into programs (``deterministic_step.py``). Where the model is called, its replicas run one by one, each as a
-program of one device, in rounds of one replica a device; rows are joined, and sums over replicas, above all
+program of one device, in rounds of one replica a device; rows are joined, or stay with their replicas (``deterministic_rows.py``), and sums over replicas, above all
 gradients, are added in the order of one fixed tree (``collectives/fixed_tree_sum.py``). So no program that rounds depends on the number of
 devices; what depends on it only moves bytes and adds pairs.
 
@@ -17,9 +17,8 @@ Source: the recipe was found by trial; the order of addition is that of reproduc
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, cached_property, lru_cache, partial
-from itertools import accumulate
 from typing import Any
 
 import jax
@@ -32,7 +31,16 @@ from jax.sharding import Mesh, PartitionSpec
 from lockstep._errors import ModelError
 from lockstep.collectives.fixed_tree_sum import PartialSum, branches, tree_sum
 from lockstep.devices.batch_layout import BatchLayout
-from lockstep.devices.placement import DEVICE_AXIS, PlacedRows, Placement
+from lockstep.devices.placement import DEVICE_AXIS, Placement
+from lockstep.execution import deterministic_rows
+from lockstep.execution.deterministic_rows import (
+    ReplicaRows,
+    RowsOfReplicas,
+    join_rounds,
+    order_of_replicas,
+    own_rows,
+    replica_rounds,
+)
 from lockstep.execution.deterministic_step import bind_isolated
 from lockstep.execution.jaxpr_utils import is_inexact
 from lockstep.execution.replica import ReplicaResult
@@ -45,42 +53,6 @@ from lockstep.execution.spmd import (
     sharded_array,
     to_per_device,
 )
-
-
-@dataclass(frozen=True)
-class ReplicaRound:
-    """One program on several devices: ``replicas[d]`` is the replica that device d runs, or None."""
-
-    rows: int
-    replicas: tuple[int | None, ...]
-
-    @property
-    def places(self) -> list[int]:
-        """The devices that run a replica."""
-        return [place for place, replica in enumerate(self.replicas) if replica is not None]
-
-    def offsets(self, layout: BatchLayout) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return for each device its replica, and that replica's first row on the device and in the global batch."""
-        sizes = [rows for device in layout.per_device for rows in device]
-        starts = list(accumulate(sizes, initial=0))
-        on_device = list(accumulate(layout.device_rows, initial=0))
-        replica = [chosen or 0 for chosen in self.replicas]
-        first = [0 if chosen is None else starts[chosen] for chosen in self.replicas]
-        local = [0 if chosen is None else starts[chosen] - on_device[d] for d, chosen in enumerate(self.replicas)]
-        return np.asarray(replica, "int32"), np.asarray(local, "int32"), np.asarray(first, "int32")
-
-
-def replica_rounds(layout: BatchLayout) -> list[ReplicaRound]:
-    """Return the rounds of one batch; each device runs its replicas of one size in their order."""
-    rounds = []
-    for size in sorted(set(layout.busy_replicas), reverse=True):
-        queues = [
-            [layout.first_replica[device] + i for i, rows in enumerate(own) if rows == size]
-            for device, own in enumerate(layout.per_device)
-        ]
-        for turn in range(max(map(len, queues))):
-            rounds.append(ReplicaRound(size, tuple(own[turn] if turn < len(own) else None for own in queues)))
-    return rounds
 
 
 def reduction_schedule(layout: BatchLayout) -> tuple[list[list[int]], list[PartialSum]]:
@@ -227,7 +199,8 @@ class ReplicasForward:
     ) -> None:
         self.layout, self.placement, self.wrt = forward.layout, placement, wrt
         self.whole, self.cut = whole, cut
-        self.rounds = replica_rounds(self.layout)
+        self.rows = RowsOfReplicas(self.layout, placement)
+        self.rounds = self.rows.rounds
         trainable, fixed = len(forward.trainable), len(forward.trainable) + len(forward.non_trainable)
 
         def replica(rows: int, number: jax.Array, whole: list[Any], cut: list[Any]) -> list[jax.Array]:
@@ -253,31 +226,26 @@ class ReplicasForward:
         joined = [_with_rows(out, self.layout.rows) for out in first.outputs[: self.row_results]]
         residuals = [leaf for one in self.rounds for leaf in self.programs[one.rows].residuals]
         self.outputs = [*joined, *first.outputs[self.row_results :], *residuals]
-
-    @cached_property
-    def offsets(self) -> list[list[PerDevice]]:
-        """For each round, on each device: replica, its first row on the device, its first row in the batch."""
-        return [[self._on_each_device(column) for column in one.offsets(self.layout)] for one in self.rounds]
-
-    def _on_each_device(self, column: np.ndarray) -> PerDevice:
-        devices, own = self.placement.devices, self.placement.local_indices
-        return PerDevice(
-            jax.device_put(number, devices[place]) if place in own else None for place, number in enumerate(column)
-        )
+        is_large = sum(out.size * out.dtype.itemsize for out in joined) >= deterministic_rows.KEEP_FROM
+        self.row_inputs = frozenset(range(len(whole), len(whole) + len(cut)))
+        self.kept_rows = self.row_results if is_large and len(self.layout.busy_replicas) > 1 else 0
 
     def run(self, values: list[Any]) -> list[Any]:
         """Return the results, then the residuals of each round."""
-        whole, cut, is_placed = self.split(values)
+        whole = self.whole_values(values)
         rounds, residuals = [], []
-        for one, (replica, start, start_in_batch) in zip(self.rounds, self.offsets, strict=True):
+        own = self.rows.by_round(values[len(self.whole) :])
+        for one, (replica, *_), inputs in zip(self.rounds, self.rows.offsets, own, strict=True):
             program = self.programs[one.rows]
-            starts = [start if placed else start_in_batch for placed in is_placed]
-            found = program.forward(whole, cut, starts, replica, places=one.places)
+            found = program.forward(whole, *inputs, replica, places=one.places)
             rounds.append(found[: len(program.outputs)])
             residuals += found[len(program.outputs) :]
         rows = [[outputs[i] for outputs in rounds] for i in range(self.row_results)]
         sums = [[outputs[i] for outputs in rounds] for i in range(self.row_results, len(rounds[0]))]
-        return [*self.collect(rows, sums), *residuals]
+        if not self.kept_rows:
+            return [*self.collect(rows, sums), *residuals]
+        kept = [ReplicaRows(own, self.layout) for own in rows]
+        return [*kept, *(self.collect([], sums) if sums else []), *residuals]
 
     def collect(self, rows: list[list[PerDevice]], sums: list[list[PerDevice]]) -> list[jax.Array]:
         """Join rows and add sums, each given as the results of its rounds, on every device."""
@@ -287,13 +255,11 @@ class ReplicasForward:
     @cached_property
     def _collected(self) -> Any:
         """A program that only moves bytes and adds pairs, whose bits no compiler pass can change."""
-        order = sorted(
-            (r, t, d) for t, one in enumerate(self.rounds) for d, r in enumerate(one.replicas) if r is not None
-        )
-        parts = [PartialSum(position, position + 1, device, turn) for position, (_, turn, device) in enumerate(order)]
+        order = order_of_replicas(self.rounds)
+        parts = [PartialSum(position, position + 1, device, turn) for position, (turn, device) in enumerate(order)]
 
         def on_one_device(rows: list[list[Any]], sums: list[list[Any]]) -> list[jax.Array]:
-            joined = [_join(rounds, [(turn, device) for _, turn, device in order]) for rounds in rows]
+            joined = [join_rounds(rounds, order) for rounds in rows]
             return [*joined, *tree_sum([jnp.concatenate(rounds) for rounds in sums], parts, DEVICE_AXIS)]
 
         cut, whole = PartitionSpec(DEVICE_AXIS), PartitionSpec()
@@ -306,28 +272,27 @@ class ReplicasForward:
         found = iter(bind_isolated(ReplicasBackward(self), [*of_outputs, *residuals, *values]))
         return tuple(next(found) if i in self.wrt else None for i in range(len(self.whole) + len(self.cut)))
 
-    def split(self, values: list[Any]) -> tuple[list[PerDevice], list[PerDevice], list[bool]]:
-        """Return the whole values; the cut ones; and for each of these whether devices hold their own rows of it, or all."""
-        whole, cut = values[: len(self.whole)], values[len(self.whole) :]
-        is_placed = [isinstance(value, PlacedRows) for value in cut]
-        arrays = [value.array if isinstance(value, PlacedRows) else value for value in cut]
-        placement = self.placement
-        return (
-            [to_per_device(value, placement) for value in whole],
-            [to_per_device(array, placement) for array in arrays],
-            is_placed,
-        )
+    def whole_values(self, values: list[Any]) -> list[PerDevice]:
+        """Return on each device those of some values that each replica gets whole."""
+        return [to_per_device(value, self.placement) for value in values[: len(self.whole)]]
 
 
 class ReplicasBackward:
     """Backward pass of all replicas: gradients of whole values are added up, those of rows joined."""
 
+    kept_rows = 0
+
     def __init__(self, forward: ReplicasForward) -> None:
-        self.forward = forward
+        self.forward, self.layout = forward, forward.layout
         shapes = [*forward.whole, *forward.cut]
         self.outputs = [shapes[position] for position in forward.wrt]
         self.sums = sum(position < len(forward.whole) for position in forward.wrt)  # The first outputs; then rows.
         self.add = TreeAdder(forward.layout, forward.placement)
+        program = forward.programs[forward.rounds[0].rows]
+        self._row_outputs, self._outputs = sum(program.is_inexact[: forward.row_results]), sum(program.is_inexact)
+        count = self._outputs + sum(len(forward.programs[one.rows].residuals) for one in forward.rounds)
+        of_arguments = (count + position for position in forward.row_inputs)
+        self.row_inputs = frozenset((*range(self._row_outputs), *of_arguments))
 
     def run(self, values: list[Any]) -> list[Any]:
         """Return the gradients of the batch."""
@@ -339,19 +304,19 @@ class ReplicasBackward:
     def _rounds(self, values: list[Any], rows: list[list[PerDevice]]) -> Iterator[list[PerDevice]]:
         """Run round by round: yield the gradients to be added, and append those of rows to ``rows``."""
         forward = self.forward
-        is_inexact = forward.programs[forward.rounds[0].rows].is_inexact
-        split, count = sum(is_inexact[: forward.row_results]), sum(is_inexact)
-        of_outputs = [to_per_device(value, forward.placement) for value in values[:count]]
-        whole, cut, is_placed = forward.split(values[-len(forward.whole) - len(forward.cut) :])
+        split, count = self._row_outputs, self._outputs
+        of_rows = values[:split]
+        of_sums = [to_per_device(value, forward.placement) for value in values[split:count]]
+        arguments = values[-len(forward.whole) - len(forward.cut) :]
+        whole = forward.whole_values(arguments)
+        inputs, outputs = (forward.rows.by_round(rows) for rows in (arguments[len(forward.whole) :], of_rows))
         at = count
-        for one, (_, start, start_in_batch) in zip(forward.rounds, forward.offsets, strict=True):
+        for one, own_inputs, own_outputs in zip(forward.rounds, inputs, outputs, strict=True):
             program = forward.programs[one.rows]
             own = slice(at, at + len(program.residuals))
             kept, values[own] = values[own], [None] * len(program.residuals)  # Frees their memory after this round.
             at = own.stop
-            starts = [start if placed else start_in_batch for placed in is_placed]
-            outputs = of_outputs[:split], of_outputs[split:]
-            gradients = program.backward(whole, cut, starts, kept, *outputs, start_in_batch, places=one.places)
+            gradients = program.backward(whole, own_inputs, kept, own_outputs, of_sums, places=one.places)
             rows.append(gradients[self.sums :])
             yield gradients[: self.sums]
 
@@ -433,14 +398,11 @@ class ReplicaProgram:
         residuals, self._backward_tree = jax.tree.flatten(backward)
         return outputs, residuals
 
-    def _own_rows(self, cut: list[jax.Array], starts: list[jax.Array]) -> list[jax.Array]:
-        return [lax.dynamic_slice_in_dim(leaf, start, self.rows) for leaf, start in zip(cut, starts, strict=True)]
-
     def _forward(
         self, whole: list[jax.Array], cut: list[jax.Array], starts: list[jax.Array], replica: jax.Array
     ) -> list[jax.Array]:
         """Return the outputs of one replica, rows unchanged and sums as ``(1, …)``, then the residuals."""
-        inputs = lax.optimization_barrier((replica, *whole, *self._own_rows(cut, starts)))
+        inputs = lax.optimization_barrier((replica, *whole, *own_rows(cut, starts, self.rows)))
         results = jaxpr_as_fun(self._traced)(*inputs)
         outputs, residuals = results[: len(self.outputs)], results[len(self.outputs) :]
         new = {source: value for source, value in zip(self._sources, residuals, strict=True) if not source[0]}
@@ -452,16 +414,16 @@ class ReplicaProgram:
     def _backward(
         self,
         whole: list[jax.Array],
-        cut: list[jax.Array],
-        starts: list[jax.Array],
+        cut: tuple[list[jax.Array], list[jax.Array]],
         kept: list[jax.Array],
-        of_rows: list[jax.Array],
+        of_rows: tuple[list[jax.Array], list[jax.Array]],
         of_sums: list[jax.Array],
-        start_in_batch: jax.Array,
     ) -> list[jax.Array]:
-        """Return one replica's gradients, those of whole values as ``(1, …)``, from the cotangents of the batch's outputs, rows first."""
-        own = [lax.dynamic_slice_in_dim(leaf, start_in_batch, self.rows) for leaf in of_rows]
-        inputs = [*whole, *self._own_rows(cut, starts)]
+        """Return one replica's gradients, those of whole values as ``(1, …)``, from the cotangents of its rows and of the sums; rows are given
+        with where they begin.
+        """
+        own = own_rows(*of_rows, self.rows)
+        inputs = [*whole, *own_rows(*cut, self.rows)]
         cotangents, residuals = lax.optimization_barrier(
             ([*own, *of_sums], [inputs[i] if is_input else kept[i] for is_input, i in self._sources])
         )
@@ -471,13 +433,6 @@ class ReplicaProgram:
             value[None] if position < self._wholes else value
             for position, value in zip(self._wrt, gradients, strict=True)
         ]
-
-
-def _join(rounds: list[jax.Array], order: list[tuple[int, int]]) -> jax.Array:
-    """Join the batch from this device's rows of each round, taken as (round, device) in ``order``."""
-    ends = np.cumsum([len(part) for part in rounds])
-    everywhere = lax.all_gather(jnp.concatenate(rounds), DEVICE_AXIS)
-    return jnp.concatenate([everywhere[device, ends[turn] - len(rounds[turn]) : ends[turn]] for turn, device in order])
 
 
 def _instantiate_zeros(cotangent: Any) -> jax.Array:

@@ -2,11 +2,15 @@
 
 XLA compiles each part between two isolated calls on its own, for one device, and every device runs it on the same inputs; an
 :class:`IsolatedCall` runs by its own method. The step, Keras's or a user's, needs no changes.
+
+If a call leaves its rows with the replicas, equations that work along the rows run there, too (``deterministic_rows.py``), and the others
+run as late as their results allow, so that there are few parts.
 """
 
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any, Protocol
 
 import jax
@@ -15,18 +19,30 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Va
 from jax.interpreters import ad, batching
 
 from lockstep._errors import ModelError
+from lockstep.devices.batch_layout import BatchLayout
 from lockstep.devices.placement import PlacedRows, Placement, global_batch, is_rows
-from lockstep.execution.jaxpr_utils import inline_calls, subprogram
+from lockstep.execution.deterministic_rows import ReplicaRows, RowwiseEquations, RowwiseProgram, variables_of
+from lockstep.execution.jaxpr_utils import inline_all_calls, inline_calls, subprogram
 from lockstep.execution.spmd import PerDevice, PerDeviceProgram, to_per_device
 
 
 class IsolatedCall(Protocol):
-    """A part of a step that runs by itself instead of being compiled with the rest."""
+    """A part of a step that runs by itself instead of being compiled with the rest.
+
+    Attributes:
+        outputs: shapes of the outputs.
+        layout: of the rows that it reads.
+        row_inputs: positions of the values of which it reads rows.
+        kept_rows: number of the outputs, the first ones, that are :class:`ReplicaRows`.
+    """
 
     outputs: list[jax.ShapeDtypeStruct]
+    layout: BatchLayout
+    row_inputs: frozenset[int]
+    kept_rows: int
 
     def run(self, values: list[Any]) -> list[Any]:
-        """Return the outputs, on the devices, from arrays that every device holds or from :class:`PlacedRows`."""
+        """Return the outputs, on the devices, from arrays that every device holds, or from rows of its layout where these are."""
 
 
 _isolated_p = Primitive("lockstep_isolated")
@@ -98,16 +114,24 @@ class _PartitionedStep:
 
         closed, results = jax.make_jaxpr(flat, return_shape=True)(*map(_global_shape, leaves))
         closed = inline_calls(closed, _isolated_p, lambda where: _refuse(f"called {where}"))
+        layout = next((call.layout for _, call in _isolated_calls(closed.jaxpr) if call.kept_rows), None)
+        rowwise = None
+        if layout is not None:
+            closed = inline_all_calls(closed)
+            rowwise = _rowwise_equations(closed.jaxpr, layout, leaves, placement)
         self._inputs, self._results, self._placement = closed.jaxpr.invars, closed.jaxpr.outvars, placement
         self._structure = jax.tree.structure(results)
         self._constants = dict(zip(closed.jaxpr.constvars, placement.put(closed.consts), strict=True))
-        self._parts = _partition(closed.jaxpr, set(self._inputs[:donated]), placement)
+        self._parts = _partition(closed.jaxpr, set(self._inputs[:donated]), placement, rowwise)
         self._join = jax.jit(global_batch, out_shardings=placement.replicated)
 
     def __call__(self, leaves: list[Any]) -> Any:
         values = self._constants | dict(zip(self._inputs, leaves, strict=True))
         for part in self._parts:
-            inputs = [atom.val if isinstance(atom, Literal) else self._read(values, atom, part) for atom in part.inputs]
+            inputs = [
+                atom.val if isinstance(atom, Literal) else self._read(values, atom, part.layouts.get(position))
+                for position, atom in enumerate(part.inputs)
+            ]
             donated = [inputs[position] for position in part.donated]
             for var in part.last_used:
                 del values[var]
@@ -117,11 +141,16 @@ class _PartitionedStep:
                     array.delete()  # Its shards were donated one by one; this marks the whole array as deleted.
         return jax.tree.unflatten(self._structure, self._collect_results(values))
 
-    def _read(self, values: dict[Var, Any], atom: Var, part: "ProgramPart") -> Any:
-        """Return a value; rows are joined first, except for isolated calls."""
-        if is_rows(values[atom]) and not part.is_isolated:
-            values[atom] = self._join(values[atom])
+    def _read(self, values: dict[Var, Any], atom: Var, layout: BatchLayout | None) -> Any:
+        """Return a value; rows are joined first, except for those of a layout that are read where they are."""
+        if not _has_rows_of(values[atom], layout):
+            values[atom] = self._joined(values[atom])
         return values[atom]
+
+    def _joined(self, value: Any) -> Any:
+        if isinstance(value, ReplicaRows):
+            return value.joined(self._placement)
+        return self._join(value) if is_rows(value) else value
 
     def _collect_results(self, values: dict[Var, Any]) -> list[Any]:
         """Return the results, each with memory of its own, because the next step may donate its state."""
@@ -131,7 +160,7 @@ class _PartitionedStep:
             if isinstance(atom, Literal):
                 found.append(self._placement.put(atom.val))
                 continue
-            value = self._join(values[atom]) if is_rows(values[atom]) else values[atom]
+            value = self._joined(values[atom])
             if atom in returned:
                 value = PerDevice(map(_copy, value)) if isinstance(value, PerDevice) else _copy(value)
             found.append(value)
@@ -140,71 +169,232 @@ class _PartitionedStep:
 
 
 class ProgramPart:
-    """Consecutive equations: one isolated call, or others that are compiled to one program."""
+    """A part of a step.
 
-    def __init__(self, equations: list[JaxprEqn], live: set[Var]) -> None:
-        self.equations = equations
-        defined = {var for equation in equations for var in equation.outvars}
-        used = [
-            atom
-            for equation in equations
-            for atom in equation.invars
-            if isinstance(atom, Literal) or atom not in defined
-        ]
-        self.is_isolated = equations[0].primitive is _isolated_p
-        self.inputs: list[Any] = (
-            used if self.is_isolated else list(dict.fromkeys(x for x in used if not isinstance(x, Literal)))
-        )
-        outputs = [var for equation in equations for var in equation.outvars]
-        self.outputs: list[Var] = outputs if self.is_isolated else [var for var in outputs if var in live]
-        self.last_used = {x for x in self.inputs if not isinstance(x, Literal) and x not in live}
+    Args:
+        run: returns the outputs from the inputs.
+        inputs: variables, and literals of an isolated call.
+        outputs: variables.
+        live: variables that are read after it.
+        layouts: by position of the input layouts of rows that it reads where they are; it reads all others joined.
+    """
+
+    def __init__(
+        self,
+        run: Callable[[list[Any]], list[Any]],
+        inputs: Sequence[Any],
+        outputs: Sequence[Var],
+        live: set[Var],
+        layouts: Mapping[int, BatchLayout] | None = None,
+    ) -> None:
+        self.run, self.inputs, self.outputs, self.layouts = run, inputs, outputs, layouts or {}
+        self.last_used = {atom for atom in inputs if not isinstance(atom, Literal) and atom not in live}
         self.donated: tuple[int, ...] = ()  # positions of the inputs whose memory the outputs reuse
-        self.run: Callable[[list[Any]], list[Any]]
-        if self.is_isolated:
-            self.run = _call_of(equations[0].params["call"]).run
 
-    def compile(self, jaxpr: Jaxpr, donated: set[Var], placement: Placement) -> None:
-        """Make the program of equations that are no isolated call; ``donated`` inputs may be donated to it."""
-        function = subprogram(jaxpr, self.equations, self.inputs, self.outputs)
-        self.donated = self._matching_donations(donated)
-        program = PerDeviceProgram(function, placement, self.donated)
-        self.run = lambda values: program(*(to_per_device(value, placement) for value in values))
-
-    def _matching_donations(self, donated: set[Var]) -> tuple[int, ...]:
-        """Return the inputs whose memory fits an output; JAX would warn about others."""
-        room = Counter(str(var.aval) for var in self.outputs)
-        chosen = []
-        for position, var in enumerate(self.inputs):
-            of_type = str(var.aval)
-            if var in donated and var in self.last_used and room[of_type]:
-                room[of_type] -= 1
-                chosen.append(position)
-        return tuple(chosen)
+    @property
+    def variables(self) -> list[Var]:
+        """The variables among the inputs."""
+        return [atom for atom in self.inputs if not isinstance(atom, Literal)]
 
 
-def _partition(jaxpr: Jaxpr, donated: set[Var], placement: Placement) -> list[ProgramPart]:
-    results = {atom for atom in jaxpr.outvars if not isinstance(atom, Literal)}
-    live = set(results)
-    groups: list[list[JaxprEqn]] = []
-    for equation in reversed(jaxpr.eqns):
-        if not equation.effects and live.isdisjoint(equation.outvars):
-            continue  # dead code
-        live.update(atom for atom in equation.invars if not isinstance(atom, Literal))
-        if not groups or _isolated_p in (equation.primitive, groups[-1][-1].primitive):
-            groups.append([])
-        groups[-1].append(equation)
-    parts, live = [], results
-    for group in groups:
-        part = ProgramPart(group[::-1], live)
-        if not part.is_isolated:
-            part.compile(jaxpr, donated, placement)
-        live = live | {atom for atom in part.inputs if not isinstance(atom, Literal)}
+def _compiled_part(
+    jaxpr: Jaxpr, equations: list[JaxprEqn], live: set[Var], donated: set[Var], placement: Placement
+) -> ProgramPart:
+    """Return the part of equations that are no isolated call; ``donated`` inputs may be donated to it."""
+    defined = {var for equation in equations for var in equation.outvars}
+    inputs = list(dict.fromkeys(var for one in equations for var in variables_of(one) if var not in defined))
+    outputs = [var for one in equations for var in one.outvars if var in live]
+    part = ProgramPart(lambda values: program(*(to_per_device(v, placement) for v in values)), inputs, outputs, live)
+    part.donated = _matching_donations(part, donated)
+    program = PerDeviceProgram(subprogram(jaxpr, equations, inputs, outputs), placement, part.donated)
+    return part
+
+
+def _matching_donations(part: ProgramPart, donated: set[Var]) -> tuple[int, ...]:
+    """Return the inputs whose memory fits an output; JAX would warn about others."""
+    room = Counter(str(var.aval) for var in part.outputs)
+    chosen = []
+    for position, var in enumerate(part.inputs):
+        of_type = str(var.aval)
+        if var in donated and var in part.last_used and room[of_type]:
+            room[of_type] -= 1
+            chosen.append(position)
+    return tuple(chosen)
+
+
+def _partition(
+    jaxpr: Jaxpr, donated: set[Var], placement: Placement, rowwise: RowwiseEquations | None
+) -> list[ProgramPart]:
+    live = {atom for atom in jaxpr.outvars if not isinstance(atom, Literal)}
+    equations = _equations_in_use(jaxpr)
+    parts = []
+    for group in reversed(Schedule(jaxpr, equations, rowwise).groups() if rowwise else [*_in_order(equations)]):
+        if isinstance(group, JaxprEqn):
+            call = _call_of(group.params["call"])
+            layouts = dict.fromkeys(call.row_inputs, call.layout)
+            part = ProgramPart(call.run, group.invars, group.outvars, live, layouts)
+        elif isinstance(group, RowwiseProgram):
+            part = ProgramPart(group.run, group.inputs, group.outputs, live, group.layouts)
+        else:
+            part = _compiled_part(jaxpr, group, live, donated, placement)
+        live = live.union(part.variables)
         parts.append(part)
     return parts[::-1]
 
 
+def _equations_in_use(jaxpr: Jaxpr) -> list[JaxprEqn]:
+    live = {atom for atom in jaxpr.outvars if not isinstance(atom, Literal)}
+    found = []
+    for equation in reversed(jaxpr.eqns):
+        if equation.effects or not live.isdisjoint(equation.outvars):
+            live.update(variables_of(equation))
+            found.append(equation)
+    return found[::-1]
+
+
+Group = (
+    JaxprEqn | list[JaxprEqn] | RowwiseProgram
+)  # One part: an isolated call, equations that are compiled together, or those along rows.
+
+
+def _in_order(equations: Iterable[JaxprEqn]) -> Iterator[Group]:
+    together: list[JaxprEqn] = []
+    for equation in equations:
+        if equation.primitive is not _isolated_p:
+            together.append(equation)
+            continue
+        if together:
+            yield together
+        together = []
+        yield equation
+    if together:
+        yield together
+
+
+class Schedule:
+    """The order of the parts of a step in which some equations work along the rows.
+
+    A value has a stage: that of the part that computes it. Parts that read it have later ones, but for equations that are compiled
+    together. An equation that works along the rows is computed in each part that needs it.
+    """
+
+    def __init__(self, jaxpr: Jaxpr, equations: list[JaxprEqn], rowwise: RowwiseEquations) -> None:
+        self._rowwise = rowwise
+        self._equations = [one for one in equations if not rowwise.includes(one)]
+        self._results = [atom for atom in jaxpr.outvars if not isinstance(atom, Literal)]
+        self._stages: dict[Var, tuple[int, bool]] = {}  # of each computed value, and whether it is compiled with others
+        self._along_rows: dict[Var, int] = {}  # stages of the values that are computed along the rows for another part
+        self._earliest: dict[int, int] = {}  # stages by equation
+
+    def groups(self) -> list[Group]:
+        """Return the groups in their order."""
+        for equation in self._equations:
+            self._set_earliest(equation)
+        for var in self._results:
+            self._request(var)
+        by_stage: dict[int, list[Group]] = defaultdict(list)
+        for stage, equations in self._latest().items():
+            by_stage[stage].append(equations)
+        for equation in self._equations:
+            if equation.primitive is _isolated_p:
+                by_stage[self._earliest[id(equation)]].append(equation)
+        rows: dict[int, list[Var]] = defaultdict(list)
+        for var, stage in self._along_rows.items():
+            rows[stage].append(var)
+        for stage, variables in rows.items():
+            by_stage[stage].append(self._rowwise.program(variables))
+        return [group for stage in sorted(by_stage) for group in by_stage[stage]]
+
+    def _is_request(self, var: Var, of_rows: bool = False) -> bool:
+        """Return whether a part that reads this value, or its rows, reads the result of a part that works along the rows."""
+        return self._rowwise.computes(var) and (of_rows or var in self._rowwise.depends_on_rows)
+
+    def _sources(self, var: Var) -> list[Var]:
+        return self._rowwise.behind([var])[1]
+
+    def _after(self, var: Var, is_compiled: bool) -> int:
+        """Return the first stage of a part that reads a value which no equation along the rows computes."""
+        stage, with_others = self._stages.get(var, (-1, False))
+        return stage if is_compiled and with_others else stage + 1
+
+    def _request(self, var: Var, by_isolated: bool = False, of_rows: bool = False) -> int:
+        """Return the first stage after a value; one that is computed along the rows is computed for other parts from now on."""
+        if not self._is_request(var, of_rows):
+            return max((self._after(source, not by_isolated) for source in self._sources(var)), default=0)
+        if var not in self._along_rows:
+            self._along_rows[var] = max((self._after(source, False) for source in self._sources(var)), default=0)
+        return self._along_rows[var] + 1
+
+    def _set_earliest(self, equation: JaxprEqn) -> None:
+        is_isolated = equation.primitive is _isolated_p
+        rows = _call_of(equation.params["call"]).row_inputs if is_isolated else ()
+        stages = [
+            self._request(atom, is_isolated, position in rows)
+            for position, atom in enumerate(equation.invars)
+            if not isinstance(atom, Literal)
+        ]
+        stage = max(stages, default=0)
+        self._earliest[id(equation)] = stage
+        self._stages.update(dict.fromkeys(equation.outvars, (stage, not is_isolated)))
+
+    def _latest(self) -> dict[int, list[JaxprEqn]]:
+        """Return by stage the equations that are compiled together, each as late as its results allow, or with all of an earlier stage."""
+        last = 1 + max((stage for stage, _ in self._stages.values()), default=0)
+        limits: dict[Var, int] = dict.fromkeys(self._results, last)
+        for var, stage in self._along_rows.items():
+            self._limit(limits, self._sources(var), stage - 1)
+        found: dict[int, list[JaxprEqn]] = defaultdict(list)
+        for equation in reversed(self._equations):
+            if equation.primitive is _isolated_p:
+                self._limit(limits, variables_of(equation), self._earliest[id(equation)] - 1)
+                continue
+            stage = min((limits.get(var, last) for var in equation.outvars), default=last)
+            found[stage].append(equation)
+            for var in variables_of(equation):
+                if not self._is_request(var):
+                    self._limit(limits, self._sources(var), stage)
+        for stage, before in pairwise(sorted(found, reverse=True)):
+            if all(self._earliest[id(one)] <= before for one in found[stage]):
+                found[before] += found.pop(stage)
+        return {stage: self._with_rowwise(equations) for stage, equations in found.items()}
+
+    @staticmethod
+    def _limit(limits: dict[Var, int], variables: Iterable[Var], stage: int) -> None:
+        for var in variables:
+            limits[var] = min(limits.get(var, stage), stage)
+
+    def _with_rowwise(self, equations: list[JaxprEqn]) -> list[JaxprEqn]:
+        """Return equations with those along the rows that compute what they read, of the whole batch."""
+        read = [var for one in equations for var in variables_of(one) if not self._is_request(var)]
+        return self._rowwise.in_order([*self._rowwise.behind(read)[0], *equations])
+
+
 def _copy(value: jax.Array | None) -> jax.Array | None:
     return None if value is None else jax.numpy.copy(value)
+
+
+def _rowwise_equations(
+    jaxpr: Jaxpr, layout: BatchLayout, leaves: Sequence[Any], placement: Placement
+) -> RowwiseEquations:
+    rows = [var for var, leaf in zip(jaxpr.invars, leaves, strict=True) if _has_rows_of(leaf, layout)]
+    whole = [atom for atom in jaxpr.outvars if not isinstance(atom, Literal)]
+    for equation, call in _isolated_calls(jaxpr):
+        rows += equation.outvars[: call.kept_rows] if call.layout == layout else []
+        whole += [
+            atom
+            for position, atom in enumerate(equation.invars)
+            if position not in call.row_inputs and not isinstance(atom, Literal)
+        ]
+    return RowwiseEquations(jaxpr, layout, placement, rows, whole)
+
+
+def _isolated_calls(jaxpr: Jaxpr) -> list[tuple[JaxprEqn, IsolatedCall]]:
+    return [(one, _call_of(one.params["call"])) for one in jaxpr.eqns if one.primitive is _isolated_p]
+
+
+def _has_rows_of(value: Any, layout: BatchLayout | None) -> bool:
+    """Return whether a value is rows of a layout where they are."""
+    return isinstance(value, (PlacedRows, ReplicaRows)) and value.layout == layout
 
 
 def _leaf_type(leaf: Any) -> Any:

@@ -83,12 +83,22 @@ def inline_calls(closed: ClosedJaxpr, primitive: Primitive, refuse: Callable[[st
     """Return the jaxpr with each call (jit, custom derivative) that contains ``primitive`` replaced by its body; if that is impossible,
     ``refuse`` raises an error, given for example "inside jax.lax.scan".
     """
-    if not any(_contains(equation, primitive) for equation in closed.jaxpr.eqns):
+    return _inlined(closed, lambda equation: _contains(equation, primitive), refuse)
+
+
+def inline_all_calls(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """Return the jaxpr with each call (jit, custom derivative) replaced by its body; rematerialized functions stay as they are."""
+    names = ("jit", "pjit", "closed_call", "core_call", *CUSTOM_DERIVATIVES)
+    return _inlined(closed, lambda equation: equation.primitive.name in names, lambda where: None)
+
+
+def _inlined(closed: ClosedJaxpr, is_inlined: Callable[[JaxprEqn], bool], refuse: Callable[[str], Any]) -> ClosedJaxpr:
+    if not any(map(is_inlined, closed.jaxpr.eqns)):
         return closed
     shapes = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in closed.jaxpr.invars]
 
     def inlined(equation: JaxprEqn, inputs: list[Any]) -> list[Any] | None:
-        return evaluate(_body(equation, refuse), inputs, inlined) if _contains(equation, primitive) else None
+        return evaluate(_body(equation, refuse), inputs, inlined) if is_inlined(equation) else None
 
     return jax.make_jaxpr(lambda *values: evaluate(closed, values, inlined))(*shapes)
 
