@@ -252,9 +252,8 @@ def _equations_in_use(jaxpr: Jaxpr) -> list[JaxprEqn]:
     return found[::-1]
 
 
-Group = (
-    JaxprEqn | list[JaxprEqn] | RowwiseProgram
-)  # One part: an isolated call, equations that are compiled together, or those along rows.
+# What becomes one part: an isolated call, equations that are compiled together, or those that work along the rows.
+Group = JaxprEqn | list[JaxprEqn] | RowwiseProgram
 
 
 def _in_order(equations: Iterable[JaxprEqn]) -> Iterator[Group]:
