@@ -6,6 +6,7 @@ generators' variables; the texts of Keras's exceptions; ``_loss_ids``; ``_operat
 """
 
 import re
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -139,9 +140,10 @@ def flatten_in_order(tree: Any) -> tuple[list[Any], Any]:
 
     Example:
         >>> import jax
-        >>> leaves, structure = flatten_in_order({"mean": 1, "log_var": (2, 3)})
-        >>> leaves, jax.tree.unflatten(structure, leaves)
-        ([1, 2, 3], {'mean': 1, 'log_var': (2, 3)})
+        >>> from collections import OrderedDict
+        >>> leaves, structure = flatten_in_order(OrderedDict(z={"mean": 1, "log_var": (2, 3)}))
+        >>> leaves, [*jax.tree.unflatten(structure, leaves)["z"]]
+        ([1, 2, 3], ['mean', 'log_var'])
     """
     return jax.tree.flatten(_with_order(tree))
 
@@ -153,8 +155,9 @@ def map_in_order(function: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def _with_order(tree: Any) -> Any:
-    if type(tree) is dict:
-        return _InsertionOrder({key: _with_order(value) for key, value in tree.items()})
+    if type(tree) in (dict, OrderedDict):
+        kind = _InsertionOrder if type(tree) is dict else OrderedDict
+        return kind((key, _with_order(value)) for key, value in tree.items())
     if type(tree) in (list, tuple):
         return type(tree)(map(_with_order, tree))
     return type(tree)(*map(_with_order, tree)) if isinstance(tree, tuple) and hasattr(tree, "_fields") else tree
