@@ -211,7 +211,7 @@ class _JaxprReader:
                 found = self._results(pair, inputs)
             except MixedRowsError as error:
                 found = [Mixed(str(error)).located_at(equations[0])] * len(equations[0].outvars)
-            if found == [None] and pair.name in _KEEP_ZEROS and pair.is_zero(0):
+            if found == [None] and ((pair.name in _KEEP_ZEROS and pair.is_zero(0)) or pair.is_never_less()):
                 zeros.update(equations[0].outvars)
             known.update(zip(equations[0].outvars, found, strict=True))
             counterparts.update(zip(equations[0].outvars, equations[1].outvars, strict=True))
@@ -238,7 +238,7 @@ class _JaxprReader:
 
     def _results(self, pair: EquationPair, inputs: RowDependences) -> RowDependences:
         """Return the dependences of the results of one equation."""
-        if pair.name == "select_n" and inputs[0] == NeverTrue():
+        if pair.name == "select_n" and (inputs[0] == NeverTrue() or (inputs[0] is None and pair.is_zero(0))):
             return [self._check_shapes(pair, 0, inputs[1])]
         for one in inputs:
             if isinstance(one, Mixed):

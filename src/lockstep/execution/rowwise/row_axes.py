@@ -182,6 +182,13 @@ class EquationPair:
             return np.ndim(atom.val) == 0 and not np.any(np.asarray(atom.val))
         return atom in self.zeros
 
+    def is_never_less(self) -> bool:
+        """Return whether this compares two numbers of which the first is not less: JAX asks so of the rows in ``x[:, t]``, for a traced t."""
+        numbers = [
+            atom.val for atom in self.equations[0].invars if isinstance(atom, Literal) and np.ndim(atom.val) == 0
+        ]
+        return self.name == "lt" and len(numbers) == 2 and not numbers[0] < numbers[1]
+
     def param(self, name: str) -> Any:
         """Return a parameter that :func:`check_params` found to be the same in both equations."""
         return self.equations[0].params[name]
