@@ -186,6 +186,7 @@ class _ForwardInterceptor:
         self._is_in_call = False  # inside a call of a model, which may call other models
         self._placed: dict[int, tuple[jax.Array, PlacedRows]] = {}
         self._rows: int | None = None  # of the step's batch
+        self._undivided: list[keras.Model] = []  # whose stateless_call runs on the global batch, too
 
     def global_batch(self, leaf: Any) -> Any:
         """Return the global array of a leaf of the step's batch; remember its rows, and where they are, for the forward pass."""
@@ -237,9 +238,9 @@ class _ForwardInterceptor:
                 with _warnings(False):
                     spec = infer_output_spec(call, whole, {rows for device in sizes for rows in device if rows})
             except CannotSplitError as reason:
-                normalized = ", BatchNormalization included" if unsynchronized_normalizations(model) else ""
+                self._undivided.append(model)
                 subject = "it" if model is self.model else f"model {model.name!r} within it"
-                self.log(f"{subject} runs on the global batch{normalized}, {self.executor.global_batch_note}: {reason}")
+                self.log(f"{subject} {self._on_global_batch(model)}: {reason}")
                 return self.executor.call_whole(call, self._placed_inputs(call))
             forward = SpmdForward(
                 model,
@@ -257,6 +258,10 @@ class _ForwardInterceptor:
         outputs, losses = join(spec, result)
         return outputs, result.state, losses
 
+    def _on_global_batch(self, model: keras.Model) -> str:
+        normalized = ", BatchNormalization included" if unsynchronized_normalizations(model) else ""
+        return f"runs on the global batch{normalized}, {self.executor.global_batch_note}"
+
     def _placed_inputs(self, call: ModelCall) -> list[PlacedRows | None]:
         return [self._placed.get(id(leaf), (None, None))[1] for leaf in call.inputs]
 
@@ -265,10 +270,10 @@ class _ForwardInterceptor:
 
         @functools.wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
-            if not self._is_in_call and self._splits:
+            if not self._is_in_call and self._splits and model not in self._undivided:
                 self.log(
-                    f"model {model.name!r} is called directly, and so runs on the global batch, "
-                    f"{self.executor.global_batch_note}. To have it run by replicas, call its stateless_call"
+                    f"model {model.name!r} is called directly, and so {self._on_global_batch(model)}. "
+                    "To have it run by replicas, call its stateless_call"
                 )
             return self._run_original(model, original, *args, **kwargs)
 

@@ -142,6 +142,16 @@ def test_a_model_that_is_called_directly_has_a_line(caplog):
     assert line.startswith("Model 'outer': model 'inner' is called directly, and so runs on the global batch, ")
 
 
+def test_a_model_that_cannot_be_taken_apart_is_not_told_to_call_stateless_call(caplog):
+    def step(inner, values, x):
+        of_parts = inner.stateless_call(values, [], x, None, 2 * x)[0]
+        with keras.StatelessScope(zip(inner.trainable_variables, values, strict=True)):
+            return ops.mean(of_parts) + ops.mean(inner(x))
+
+    _, (line,) = steps_of(caplog, step)
+    assert "add works on a sum over the rows" in line
+
+
 def test_the_reason_is_what_the_model_says_and_not_where_keras_stood(caplog):
     (line,) = lines_of(caplog, Picky())
     assert "it runs on 8 rows but not on 4 of them (the batches of this layer have 8 rows)" in line
