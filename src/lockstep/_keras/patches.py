@@ -108,6 +108,14 @@ CHIEF_ONLY_PRESETS = Patch(
     public_api="a predicate of keras.saving that says whether this process writes",
     used_by=("distributed/worker_process_group.py",),
 )
+READ_AFTER_CHIEF = Patch(
+    target="model",
+    attributes=("load_weights",),
+    lifetime="as long as the model",
+    reason="of several workers the others may read a file before the chief has written it",
+    public_api="a hook of keras.saving around reading a file",
+    used_by=("distributed/worker_process_group.py",),
+)
 CHIEF_ONLY_FOLDERS = Patch(
     target="callback of class ModelCheckpoint",
     attributes=("_get_file_path",),

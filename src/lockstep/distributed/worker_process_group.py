@@ -21,7 +21,14 @@ from jax.sharding import Mesh, PartitionSpec
 
 from lockstep._array_encoding import DTYPES, array_bytes, describe_arrays, parse_description
 from lockstep._errors import ModelError
-from lockstep._keras.patches import CHIEF_ONLY_FILES, CHIEF_ONLY_FOLDERS, CHIEF_ONLY_PRESETS, install, patched
+from lockstep._keras.patches import (
+    CHIEF_ONLY_FILES,
+    CHIEF_ONLY_FOLDERS,
+    CHIEF_ONLY_PRESETS,
+    READ_AFTER_CHIEF,
+    install,
+    patched,
+)
 from lockstep._keras.trainer import variables_of
 from lockstep._keras.variable_placement import whole_values
 from lockstep.collectives.base import fill_packs
@@ -78,6 +85,8 @@ class WorkerProcessGroup(ProcessGroup):
                 arguments["callbacks"] = [_EpochEnd(self), *fit_wrapper.callbacks_in(arguments)]
             try:
                 yield
+                if call == "fit":
+                    self._client.barrier("the end of fit")  # Files that the chief writes in callbacks are complete.
             finally:
                 self.end_steps()
 
@@ -166,12 +175,14 @@ def disable_saving(model: keras.Model) -> None:
 
 
 def coordinate_saving(model: keras.Model, client: ControlClient) -> None:
-    """Have only the chief write files in methods of a model such as ``save``, and so in ModelCheckpoint.
+    """Have only the chief write files in methods of a model such as ``save``, and so in ModelCheckpoint, and all read weights together.
 
     The other workers only gather sharded variables with it. The chief reports that it saves, so that they wait for it as long as for
     compiling.
     """
     _replace_methods_that_write(model, lambda method: _saving(method, model, client))
+    if hasattr(model, "load_weights"):
+        install(READ_AFTER_CHIEF, [(model, "load_weights", _reading(type(model).load_weights, model, client))])
 
 
 def _replace_methods_that_write(model: keras.Model, replace: Callable[[Any], Any]) -> None:
@@ -195,6 +206,15 @@ def _saving(method: Callable[..., Any], model: keras.Model, client: ControlClien
         return None
 
     return save
+
+
+def _reading(method: Callable[..., Any], model: keras.Model, client: ControlClient) -> Callable[..., Any]:
+    @wraps(method)
+    def load(*args: Any, **kwargs: Any) -> Any:
+        client.barrier("load_weights")
+        return method(model, *args, **kwargs)
+
+    return load
 
 
 def _do_nothing(*args: Any, **kwargs: Any) -> None:

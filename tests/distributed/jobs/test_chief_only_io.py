@@ -12,6 +12,7 @@ pytestmark = pytest.mark.xdist_group(__name__)
 WRITTEN = {
     *("epoch-1.keras", "epoch-2.keras", "last.weights.h5", "model.keras", "model.weights.h5", "second.keras"),
     *("runs", "listed", "log.csv"),
+    *("late", "late.weights.h5"),
     *("one-0.csv", "own-0.keras", "own-1.keras"),  # What is in no strategy's scope every worker writes.
 }
 
@@ -24,6 +25,7 @@ def test_the_chief_prints_and_writes_and_all_load_it_under_a_second_strategy(job
     assert (chief.pop("chief"), other.pop("chief")) == (True, False)
     assert chief == other
     assert chief["same"] == [True, True]
+    assert chief["is_complete"] is True
     assert chief["replicas"] == [2, 4]
     assert {path.name for path in folder.iterdir()} == WRITTEN
     assert (folder / "log.csv").read_text().count("\n") == 3

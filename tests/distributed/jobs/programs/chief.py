@@ -1,5 +1,6 @@
 """All workers write to the same paths, load what was written, and train it on under a second strategy."""
 
+import time
 from pathlib import Path
 
 import keras
@@ -19,6 +20,15 @@ class Names(keras.callbacks.Callback):
         tell(**{f"epoch {epoch}": logs["loss"], f"folder {epoch}": Path(checkpoint.filepath).parent.name})
 
 
+class WritesLate(keras.callbacks.Callback):
+    """A file that the chief takes its time to write."""
+
+    def on_train_end(self, logs=None):
+        if strategy.is_chief:
+            time.sleep(0.3)
+            (folder / "late").touch()
+
+
 strategy = make_strategy()
 with strategy.scope():
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
@@ -32,10 +42,16 @@ callbacks = [
     keras.callbacks.ModelCheckpoint(folder / "epoch-{epoch}.keras"),
     keras.callbacks.ModelCheckpoint(folder / "last.weights.h5", save_weights_only=True, save_freq=1),
     keras.callbacks.CSVLogger(folder / "log.csv"),
+    WritesLate(),
 ]
 if not strategy.is_chief:  # It needs TensorFlow, which is not there: on the chief this would fail.
     callbacks.append(keras.callbacks.TensorBoard(folder / "board"))
 model.fit(x, y, batch_size=8, epochs=2, callbacks=callbacks, verbose=1)
+tell(is_complete=(folder / "late").exists())
+if strategy.is_chief:
+    time.sleep(0.3)
+model.save_weights(folder / "late.weights.h5")
+model.load_weights(folder / "late.weights.h5")
 model.evaluate(x, y, batch_size=8, verbose=1)
 model.predict(x, batch_size=8, verbose=1)
 model.save(folder / "model.keras")
