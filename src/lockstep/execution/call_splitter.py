@@ -519,7 +519,7 @@ def _row_axis(whole: jax.ShapeDtypeStruct, dep: RowDependence) -> RowAxis | None
     is_same_number = dep is None and whole.dtype.kind in "biu" and whole.dtype.itemsize <= 4
     if not (is_averaged and _is_floating(whole)) and not is_same_number:
         raise CannotSplitError(
-            f"it returns {whole.dtype}{list(whole.shape)}, which is neither one for each row nor an average over the rows"
+            f"it returns, or adds as a loss, {whole.dtype}{list(whole.shape)}, which is neither one for each row nor an average over the rows"
         )
     return None
 

@@ -89,7 +89,7 @@ def resolve(
         if not (isinstance(kind, type) and issubclass(kind, EnvironmentResolver)):
             raise OptionError(f"resolvers: expected {_KINDS}, got {shown(kind)}.")
     present = [resolver for resolver in resolvers if resolver.is_present(environ)]
-    present.sort(key=lambda resolver: not resolver.is_numbered(environ))
+    present.sort(key=lambda resolver: not resolver._is_numbered(environ))
     if not present:
         return None
     first = present[0](environ=environ)

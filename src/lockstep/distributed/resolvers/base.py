@@ -189,7 +189,7 @@ class EnvironmentResolver(ClusterResolver, ABC):
         """True if variables of this scheduler are set, even if they are wrong or incomplete."""
 
     @classmethod
-    def is_numbered(cls, environ: Mapping[str, str]) -> bool:
+    def _is_numbered(cls, environ: Mapping[str, str]) -> bool:
         """False if the variables lack the number of this process, as those that a batch script sets for all processes."""
         return not cls.number_variables or any(name in environ for name in cls.number_variables)
 

@@ -222,12 +222,10 @@ class _JaxprReader:
         if is_same(one, other):
             return None
         if np.ndim(one) == np.ndim(other) == 0 and not is_tracer(one, other):
-            is_count = float(one) * self.rows[1] == float(other) * self.rows[0]
-            return (
-                RowCount()
-                if is_count
-                else Mixed(f"a number is {one} for {self.rows[0]} rows and {other} for {self.rows[1]}")
-            )
+            if float(one) * self.rows[1] == float(other) * self.rows[0]:
+                return RowCount()
+            numbers = [np.asarray(number).item() for number in (one, other)]
+            return Mixed(f"a number is {numbers[0]} for {self.rows[0]} rows and {numbers[1]} for {self.rows[1]}")
         return Mixed("an array that is no input changes with the number of rows")
 
     def _difference(self, first: Jaxpr, second: Jaxpr) -> Mixed:
