@@ -8,7 +8,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from lockstep.devices.placement import placement_on
-from lockstep.execution.deterministic_rows import ReplicaRows, RowsOfReplicas, RowwiseEquations
+from lockstep.execution.deterministic_rows import ReplicaRows, RowsOfReplicas, RowwiseEquations, join_rows
 from lockstep.execution.jaxpr_utils import inline_all_calls
 from lockstep.execution.spmd import PerDevice
 
@@ -90,7 +90,7 @@ def test_what_works_along_the_rows_is_computed_by_the_replicas(name, replicas, d
     (rows,) = program.run([values[var] for var in program.inputs])
     expected = ALONG_ROWS[name](x)
     assert rows.shape == expected.shape
-    np.testing.assert_allclose(rows.joined(placement), expected, rtol=1e-6, atol=1e-7)
+    np.testing.assert_allclose(join_rows([rows], placement)[0], expected, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("name", MIXING)

@@ -88,16 +88,23 @@ class ReplicaRows:
         """Shape of the global batch, ``(rows, …)``."""
         return (self.layout.rows, *self.rounds[0].own.shape[1:])
 
-    def joined(self, placement: Placement) -> jax.Array:
-        """Return the global batch, on every device."""
-        join = _program_that_joins(self.layout, placement)
-        return join([sharded_array(rows, placement) for rows in self.rounds])
+
+def join_rows(values: Sequence[ReplicaRows], placement: Placement) -> list[jax.Array]:
+    """Return the global batches, on every device, of rows of one layout."""
+    join = _program_that_joins(values[0].layout, placement)
+    return join([[sharded_array(rows, placement) for rows in value.rounds] for value in values])
 
 
 @lru_cache
-def _program_that_joins(layout: BatchLayout, placement: Placement) -> Callable[[list[jax.Array]], jax.Array]:
+def _program_that_joins(
+    layout: BatchLayout, placement: Placement
+) -> Callable[[list[list[jax.Array]]], list[jax.Array]]:
+    order = order_of_replicas(replica_rounds(layout))
+
+    def join(values: list[list[jax.Array]]) -> list[jax.Array]:
+        return [join_rounds(rounds, order) for rounds in values]
+
     cut, whole = PartitionSpec(DEVICE_AXIS), PartitionSpec()
-    join = partial(join_rounds, order=order_of_replicas(replica_rounds(layout)))
     return jax.jit(jax.shard_map(join, mesh=placement.mesh, in_specs=cut, out_specs=whole, check_vma=False))
 
 

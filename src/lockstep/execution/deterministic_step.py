@@ -21,7 +21,7 @@ from jax.interpreters import ad, batching
 from lockstep._errors import ModelError
 from lockstep.devices.batch_layout import BatchLayout
 from lockstep.devices.placement import PlacedRows, Placement, global_batch, is_rows
-from lockstep.execution.deterministic_rows import ReplicaRows, RowwiseEquations, RowwiseProgram, variables_of
+from lockstep.execution.deterministic_rows import ReplicaRows, RowwiseEquations, RowwiseProgram, join_rows, variables_of
 from lockstep.execution.jaxpr_utils import inline_all_calls, inline_calls, subprogram
 from lockstep.execution.spmd import PerDevice, PerDeviceProgram, to_per_device
 
@@ -128,10 +128,8 @@ class _PartitionedStep:
     def __call__(self, leaves: list[Any]) -> Any:
         values = self._constants | dict(zip(self._inputs, leaves, strict=True))
         for part in self._parts:
-            inputs = [
-                atom.val if isinstance(atom, Literal) else self._read(values, atom, part.layouts.get(position))
-                for position, atom in enumerate(part.inputs)
-            ]
+            self._join_rows(values, part.reads_joined(values))
+            inputs = [atom.val if isinstance(atom, Literal) else values[atom] for atom in part.inputs]
             donated = [inputs[position] for position in part.donated]
             for var in part.last_used:
                 del values[var]
@@ -141,26 +139,27 @@ class _PartitionedStep:
                     array.delete()  # Its shards were donated one by one; this marks the whole array as deleted.
         return jax.tree.unflatten(self._structure, self._collect_results(values))
 
-    def _read(self, values: dict[Var, Any], atom: Var, layout: BatchLayout | None) -> Any:
-        """Return a value; rows are joined first, except for those of a layout that are read where they are."""
-        if not _has_rows_of(values[atom], layout):
-            values[atom] = self._joined(values[atom])
-        return values[atom]
-
-    def _joined(self, value: Any) -> Any:
-        if isinstance(value, ReplicaRows):
-            return value.joined(self._placement)
-        return self._join(value) if is_rows(value) else value
+    def _join_rows(self, values: dict[Var, Any], variables: Iterable[Var]) -> None:
+        """Replace the values of variables that are rows by joined ones."""
+        by_layout: dict[BatchLayout, list[Var]] = defaultdict(list)
+        for var in dict.fromkeys(variables):
+            if isinstance(values[var], ReplicaRows):
+                by_layout[values[var].layout].append(var)
+            elif is_rows(values[var]):
+                values[var] = self._join(values[var])
+        for own in by_layout.values():
+            values.update(zip(own, join_rows([values[var] for var in own], self._placement), strict=True))
 
     def _collect_results(self, values: dict[Var, Any]) -> list[Any]:
         """Return the results, each with memory of its own, because the next step may donate its state."""
         found = []
         returned: set[Any] = set(self._constants)
+        self._join_rows(values, [atom for atom in self._results if not isinstance(atom, Literal)])
         for atom in self._results:
             if isinstance(atom, Literal):
                 found.append(self._placement.put(atom.val))
                 continue
-            value = self._joined(values[atom])
+            value = values[atom]
             if atom in returned:
                 value = PerDevice(map(_copy, value)) if isinstance(value, PerDevice) else _copy(value)
             found.append(value)
@@ -195,6 +194,14 @@ class ProgramPart:
     def variables(self) -> list[Var]:
         """The variables among the inputs."""
         return [atom for atom in self.inputs if not isinstance(atom, Literal)]
+
+    def reads_joined(self, values: Mapping[Var, Any]) -> list[Var]:
+        """Return the variables among the inputs of which it does not read rows where these are."""
+        return [
+            atom
+            for position, atom in enumerate(self.inputs)
+            if not isinstance(atom, Literal) and not _has_rows_of(values[atom], self.layouts.get(position))
+        ]
 
 
 def _compiled_part(
