@@ -1,5 +1,6 @@
 """Law 2: the same replicas give the same bits on any number of devices."""
 
+import contextlib
 import functools
 import hashlib
 import os
@@ -9,6 +10,7 @@ import keras
 import numpy as np
 import pytest
 from jax import lax
+from jax.experimental import io_callback
 from keras import layers, ops, optimizers
 
 import lockstep
@@ -324,6 +326,62 @@ def test_a_step_that_calls_the_model_three_times_and_differentiates_its_inputs(k
         np.testing.assert_array_equal(ours, alone)
         np.testing.assert_allclose(ours, nearly, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(history["before"], fast["before"], rtol=1e-5)
+
+
+def loss_of_worst_row(y, outputs):
+    return ops.max(ops.mean(ops.square(y - outputs) * 1.3 + y * outputs, axis=-1))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("rows_stay_with_replicas")
+def test_a_row_is_found_by_what_the_rest_has_read_of_it():
+    """Its gradient is that of the row whose loss is the largest: computed again, with another rounding, it would be that of no row."""
+    rng = np.random.default_rng(5)
+    x, y = (rng.normal(size=(56, width)).astype("float32") for width in (5, 37))
+
+    def weights(scope):
+        keras.backend.clear_session(free_memory=False)
+        keras.utils.set_random_seed(7)
+        with scope:
+            model = keras.Sequential([keras.Input((5,)), layers.Dense(6, activation="tanh"), layers.Dense(37)])
+            model.compile(optimizers.SGD(0.1), loss_of_worst_row)
+        model.fit(x, y, batch_size=7, shuffle=False, verbose=0)
+        return model.get_weights()
+
+    found, alone = (weights(Topology(3, devices).strategy().scope()) for devices in (2, 1))
+    for ours, one, keras_own in zip(found, alone, weights(contextlib.nullcontext()), strict=True):
+        np.testing.assert_array_equal(ours, one)
+        np.testing.assert_allclose(ours, keras_own, rtol=1e-4, atol=1e-5)
+
+
+class Tells(TwoCalls):
+    """Calls the host in an order that it has asked for."""
+
+    def __init__(self):
+        super().__init__()
+        self.told = []
+
+    def tell(self, name, value):
+        return io_callback(lambda x: (self.told.append(name), x)[1], value, value, ordered=True)
+
+    def train_step(self, state, data):
+        trainable, non_trainable, *_ = state
+        outputs, _ = self.stateless_call(trainable, non_trainable, data[0])
+        total = ops.mean(outputs)
+        self.tell("a", total)
+        outputs = outputs * self.tell("b", ops.sum(data[0]))
+        self.tell("c", ops.sum(data[0]))
+        return {"loss": ops.mean(outputs)}, state
+
+
+@pytest.mark.usefixtures("rows_stay_with_replicas")
+def test_side_effects_that_are_ordered_keep_their_order():
+    with Topology(3, 1).strategy().scope():
+        model = Tells()
+        model.compile(optimizers.SGD(0.1))
+    model.fit(np.ones((16, 6), "float32"), np.ones(16, "int32"), batch_size=8, verbose=0)
+    jax.effects_barrier()
+    assert [*model.told] == [*"abcabc"]
 
 
 class Alignment(TwoCalls):

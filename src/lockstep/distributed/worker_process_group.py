@@ -211,7 +211,8 @@ def _saving(method: Callable[..., Any], model: keras.Model, client: ControlClien
 def _reading(method: Callable[..., Any], model: keras.Model, client: ControlClient) -> Callable[..., Any]:
     @wraps(method)
     def load(*args: Any, **kwargs: Any) -> Any:
-        client.barrier("load_weights")
+        if client.is_open:
+            client.barrier("load_weights")
         return method(model, *args, **kwargs)
 
     return load

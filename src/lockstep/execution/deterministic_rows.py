@@ -5,10 +5,12 @@ are more than the model itself. So large outputs are not gathered: operations th
 their inputs, such as those of a loss up to its mean, run for each replica on its own rows, as one program of one device. Only what mixes
 rows, such as that mean, runs on joined rows, on every device alike.
 
-Such operations are computed again in each program that needs their results, as they cost less than the memory that keeps those.
+Such operations are computed again in each program that needs their results, as they cost less than the memory that keeps those. But XLA
+may round them in another way there: what the rest has read, such as losses of which it takes the largest, is not computed again, so that
+a comparison with that finds it.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from itertools import accumulate
@@ -166,6 +168,12 @@ _ALONG_ROWS = {
     *("broadcast_in_dim", "concatenate", "iota", "pad", "reshape", "rev", "slice", "squeeze", "transpose"),
 }
 _ENTRY_BY_ENTRY = {*ENTRYWISE, "concatenate"}
+# Those that round nothing.
+_EXACT = {
+    *("broadcast_in_dim", "concatenate", "iota", "pad", "reshape", "rev", "slice", "squeeze", "transpose", "gather"),
+    *("convert_element_type", "copy", "copy_p", "stop_gradient", "neg", "abs", "sign", "select_n", "is_finite"),
+    *("eq", "ne", "lt", "le", "gt", "ge", "and", "or", "not", "xor", "max", "min", "clamp", "argmax", "argmin"),
+}
 
 
 class RowwiseEquations:
@@ -191,16 +199,12 @@ class RowwiseEquations:
         self._equations: dict[Var, JaxprEqn] = {}
         self._cut: dict[int, tuple[bool, ...]] = {}  # by equation: the inputs of which the own rows are read
         self._order = {id(equation): number for number, equation in enumerate(jaxpr.eqns)}
+        self._exact: set[Var] = set()  # Each program computes the same numbers from what every device has.
         for equation in jaxpr.eqns:
             cut = self._inputs_that_are_cut(equation)
             if cut is not None:
-                self._cut[id(equation)] = cut
-                self._equations.update(dict.fromkeys(equation.outvars, equation))
-                if any(self.depends_on_rows.intersection(variables_of(equation))):
-                    self.depends_on_rows.update(equation.outvars)
-        for var in whole:
-            if var in self._equations and var not in self.depends_on_rows:
-                self._leave_out(self._equations[var])
+                self._add(equation, cut)
+        self._leave_out_what_is_read(jaxpr, set(whole))
 
     def computes(self, var: Var) -> bool:
         """Return whether one of these equations computes a variable."""
@@ -210,14 +214,19 @@ class RowwiseEquations:
         """Return whether an equation is one of these."""
         return id(equation) in self._cut
 
-    def behind(self, variables: Iterable[Var]) -> tuple[list[JaxprEqn], list[Var]]:
-        """Return the equations that compute some variables, in order, and the variables that these read and do not compute."""
+    def behind(self, variables: Iterable[Var], known: Container[Var] = ()) -> tuple[list[JaxprEqn], list[Var]]:
+        """Return the equations that compute some variables, in order, and the variables that these read and do not compute.
+
+        Args:
+            variables: to be computed.
+            known: further variables that are not computed, but read.
+        """
         found: dict[int, JaxprEqn] = {}
         sources: dict[Var, None] = {}
         waiting = list(variables)
         while waiting:
             var = waiting.pop()
-            equation = self._equations.get(var)
+            equation = None if var in known else self._equations.get(var)
             if equation is None:
                 sources[var] = None
             elif id(equation) not in found:
@@ -229,15 +238,45 @@ class RowwiseEquations:
         """Return equations of the jaxpr in its order."""
         return sorted(equations, key=lambda one: self._order[id(one)])
 
-    def program(self, outputs: Sequence[Var]) -> "RowwiseProgram":
-        """Return the program that computes some variables for each replica."""
-        equations, _ = self.behind(outputs)
+    def copies_of(self, var: Var) -> list[Var]:
+        """Return the variables, with this one, that have its numbers in another form, such as another shape or type."""
+        found = [var]
+        while (equation := self._equations.get(found[-1])) is not None and equation.primitive.name in _EXACT:
+            read = variables_of(equation)
+            if len(read) != 1 or read[0] not in self._equations or _size_of(read[0]) > _size_of(var):
+                break
+            found.append(read[0])
+        return found
+
+    def program(self, outputs: Sequence[Var], known: Container[Var] = ()) -> "RowwiseProgram":
+        """Return the program that computes some variables for each replica; arguments are those of :meth:`behind`."""
+        equations, _ = self.behind(outputs, known)
         return RowwiseProgram([(one, self._cut[id(one)]) for one in equations], outputs, self._layout, self._placement)
 
+    def _add(self, equation: JaxprEqn, cut: tuple[bool, ...]) -> None:
+        self._cut[id(equation)] = cut
+        self._equations.update(dict.fromkeys(equation.outvars, equation))
+        read = variables_of(equation)
+        if not self.depends_on_rows.isdisjoint(read):
+            self.depends_on_rows.update(equation.outvars)
+        if equation.primitive.name in _EXACT and all(var in self._exact or not self.computes(var) for var in read):
+            self._exact.update(equation.outvars)
+
+    def _leave_out_what_is_read(self, jaxpr: Jaxpr, whole: set[Var]) -> None:
+        """Leave out equations that do not depend on rows if others read their results, unless each program computes the same numbers."""
+        read: set[Var] = set()
+        for equation in reversed(jaxpr.eqns):
+            own = set(equation.outvars)
+            is_read = not own.isdisjoint(whole) or (not own.isdisjoint(read) and not own <= self._exact)
+            if self.includes(equation) and own.isdisjoint(self.depends_on_rows) and is_read:
+                self._leave_out(equation)
+            if not self.includes(equation):
+                read.update(variables_of(equation))
+
     def _leave_out(self, equation: JaxprEqn) -> None:
-        self._cut.pop(id(equation), None)
+        del self._cut[id(equation)]
         for var in equation.outvars:
-            self._equations.pop(var, None)
+            del self._equations[var]
 
     def _inputs_that_are_cut(self, equation: JaxprEqn) -> tuple[bool, ...] | None:
         """Return for each input whether the own rows of it are read; None if the equation does not work along the rows."""

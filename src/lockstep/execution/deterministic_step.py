@@ -8,7 +8,7 @@ run as late as their results allow, so that there are few parts.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any, Protocol
@@ -116,7 +116,7 @@ class _PartitionedStep:
         closed = inline_calls(closed, _isolated_p, lambda where: _refuse(f"called {where}"))
         layout = next((call.layout for _, call in _isolated_calls(closed.jaxpr) if call.kept_rows), None)
         rowwise = None
-        if layout is not None:
+        if layout is not None and not _is_ordered(closed.jaxpr):
             closed = inline_all_calls(closed)
             rowwise = _rowwise_equations(closed.jaxpr, layout, leaves, placement)
         self._inputs, self._results, self._placement = closed.jaxpr.invars, closed.jaxpr.outvars, placement
@@ -281,7 +281,8 @@ class Schedule:
     """The order of the parts of a step in which some equations work along the rows.
 
     A value has a stage: that of the part that computes it. Parts that read it have later ones, but for equations that are compiled
-    together. An equation that works along the rows is computed in each part that needs it.
+    together, or along the rows of one stage. An equation that works along the rows is computed in each part that needs it, unless another
+    part has read its result.
     """
 
     def __init__(self, jaxpr: Jaxpr, equations: list[JaxprEqn], rowwise: RowwiseEquations) -> None:
@@ -308,15 +309,20 @@ class Schedule:
         for var, stage in self._along_rows.items():
             rows[stage].append(var)
         for stage, variables in rows.items():
-            by_stage[stage].append(self._rowwise.program(variables))
+            by_stage[stage].append(self._rowwise.program(variables, self._before(stage)))
         return [group for stage in sorted(by_stage) for group in by_stage[stage]]
 
     def _is_request(self, var: Var, of_rows: bool = False) -> bool:
         """Return whether a part that reads this value, or its rows, reads the result of a part that works along the rows."""
         return self._rowwise.computes(var) and (of_rows or var in self._rowwise.depends_on_rows)
 
-    def _sources(self, var: Var) -> list[Var]:
-        return self._rowwise.behind([var])[1]
+    def _before(self, stage: int) -> set[Var]:
+        """Return the values that are computed along the rows in earlier stages."""
+        return {var for var, own in self._along_rows.items() if own < stage}
+
+    def _sources(self, var: Var, known: Container[Var] = ()) -> list[Var]:
+        """Return what is read to compute a value along the rows, if those known are not computed."""
+        return self._rowwise.behind([var], known)[1]
 
     def _after(self, var: Var, is_compiled: bool) -> int:
         """Return the first stage of a part that reads a value which no equation along the rows computes."""
@@ -328,7 +334,11 @@ class Schedule:
         if not self._is_request(var, of_rows):
             return max((self._after(source, not by_isolated) for source in self._sources(var)), default=0)
         if var not in self._along_rows:
-            self._along_rows[var] = max((self._after(source, False) for source in self._sources(var)), default=0)
+            sources = self._sources(var, self._along_rows)
+            stages = [self._along_rows[x] if x in self._along_rows else self._after(x, False) for x in sources]
+            stage = max(stages, default=0)
+            for copy in self._rowwise.copies_of(var):
+                self._along_rows.setdefault(copy, stage)
         return self._along_rows[var] + 1
 
     def _set_earliest(self, equation: JaxprEqn) -> None:
@@ -348,7 +358,7 @@ class Schedule:
         last = 1 + max((stage for stage, _ in self._stages.values()), default=0)
         limits: dict[Var, int] = dict.fromkeys(self._results, last)
         for var, stage in self._along_rows.items():
-            self._limit(limits, self._sources(var), stage - 1)
+            self._limit(limits, self._sources(var, self._before(stage)), stage - 1)
         found: dict[int, list[JaxprEqn]] = defaultdict(list)
         for equation in reversed(self._equations):
             if equation.primitive is _isolated_p:
@@ -392,6 +402,11 @@ def _rowwise_equations(
             if position not in call.row_inputs and not isinstance(atom, Literal)
         ]
     return RowwiseEquations(jaxpr, layout, placement, rows, whole)
+
+
+def _is_ordered(jaxpr: Jaxpr) -> bool:
+    """Return whether a step has side effects whose order the user has asked for: then the equations stay in their order."""
+    return any("Ordered" in type(effect).__name__ for effect in jaxpr.effects)
 
 
 def _isolated_calls(jaxpr: Jaxpr) -> list[tuple[JaxprEqn, IsolatedCall]]:

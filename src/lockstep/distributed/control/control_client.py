@@ -172,11 +172,16 @@ class ControlClient:
         """Make no more calls on a channel."""
         self._channels.forget(channel)
 
+    @property
+    def is_open(self) -> bool:
+        """Whether this worker is still in the job, and this process is its own."""
+        return not self._has_left and self._is_own_process()
+
     def check(self) -> None:
         """Raise ClusterError if the job has failed; cheap."""
         if self.failure is not None:
             raise ClusterError(self.failure.sentence, self.failure.exit_code)
-        if self._has_left or not self._is_own_process():
+        if not self.is_open:
             raise ClusterError(
                 "This control client is closed: the worker has left the job, or this is a process that it has forked."
             )
@@ -187,7 +192,7 @@ class ControlClient:
         Returns when the chief has confirmed it, after two seconds at the latest. Then :attr:`failure` is the cause that all were
         told, which may be another one: the death of a worker that has made this one fail.
         """
-        if self.failure is None and not self._has_left and self._is_own_process():
+        if self.failure is None and self.is_open:
             self._is_failing = True
             self._send_last({"kind": "fail", "summary": summary[:_MAX_SUMMARY]})
             self._confirmed.wait(_CONFIRMATION_SECONDS)
