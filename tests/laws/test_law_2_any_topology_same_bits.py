@@ -313,18 +313,24 @@ def trained(model_class, strategy, **options):
     return history, [np.asarray(variable.value) for variable in model.variables]
 
 
+def check_three_topologies(model_class):
+    """Check the bits of one device, and the numbers of the default executor; return both histories."""
+    history, weights = trained(model_class, Topology(3, 2).strategy())
+    one_device, same = trained(model_class, Topology(3, 1).strategy())
+    fast, close = trained(model_class, AnyTopology(3, 2).strategy())
+    assert history == one_device
+    for ours, alone, nearly in zip(weights, same, close, strict=True):
+        np.testing.assert_array_equal(ours, alone)
+        np.testing.assert_allclose(ours, nearly, rtol=1e-5, atol=1e-6)
+    return history, fast
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kept", [False, True])
 def test_a_step_that_calls_the_model_three_times_and_differentiates_its_inputs(kept, request):
     if kept:
         request.getfixturevalue("rows_stay_with_replicas")
-    history, weights = trained(TwoCalls, Topology(3, 2).strategy())
-    one_device, same = trained(TwoCalls, Topology(3, 1).strategy())
-    fast, close = trained(TwoCalls, AnyTopology(3, 2).strategy())
-    assert history == one_device
-    for ours, alone, nearly in zip(weights, same, close, strict=True):
-        np.testing.assert_array_equal(ours, alone)
-        np.testing.assert_allclose(ours, nearly, rtol=1e-5, atol=1e-6)
+    history, fast = check_three_topologies(TwoCalls)
     np.testing.assert_allclose(history["before"], fast["before"], rtol=1e-5)
 
 
@@ -407,13 +413,7 @@ class Alignment(TwoCalls):
 @pytest.mark.slow
 @pytest.mark.usefixtures("rows_stay_with_replicas")
 def test_a_loss_that_mixes_rows_reads_joined_ones():
-    history, weights = trained(Alignment, Topology(3, 2).strategy())
-    one_device, same = trained(Alignment, Topology(3, 1).strategy())
-    _, close = trained(Alignment, AnyTopology(3, 2).strategy())
-    assert history == one_device
-    for ours, alone, nearly in zip(weights, same, close, strict=True):
-        np.testing.assert_array_equal(ours, alone)
-        np.testing.assert_allclose(ours, nearly, rtol=1e-5, atol=1e-6)
+    check_three_topologies(Alignment)
 
 
 class Unsupported(TwoCalls):

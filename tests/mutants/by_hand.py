@@ -140,8 +140,8 @@ FAULTS = [
     Mutant(
         "whole-rows-read-by-place-on-device",
         "execution/deterministic_rows.py",
-        "rounds.append((own, [first.get(type(value), in_batch) for value in values]))",
-        "rounds.append((own, [first.get(type(value), on_device) for value in values]))",
+        "rounds.append((own, [first.get(kind, in_batch) for kind in kinds]))",
+        "rounds.append((own, [first.get(kind, on_device) for kind in kinds]))",
         "Replicas of later devices compare their outputs with the labels of the first device.",
     ),
     Mutant(

@@ -4,9 +4,9 @@ In a round each device runs one replica, or none. Replicas with different number
 different rounds. A device keeps at most about log2(its replicas) partial sums at a time, like a binary counter.
 
 The step is partitioned into programs (``deterministic_step.py``). Where the model is called, its replicas run one by one, each as a
-program of one device, in rounds of one replica a device; rows are joined, or stay with their replicas (``deterministic_rows.py``), and sums over replicas, above all
-gradients, are added in the order of one fixed tree (``collectives/fixed_tree_sum.py``). So no program that rounds depends on the number of
-devices; what depends on it only moves bytes and adds pairs.
+program of one device, in rounds of one replica a device. Rows are joined, or stay with their replicas (``deterministic_rows.py``). Sums
+over replicas, above all gradients, are added in the order of one fixed tree (``collectives/fixed_tree_sum.py``). So no program that
+rounds depends on the number of devices; what depends on it only moves bytes and adds pairs.
 
 What XLA makes of some arithmetic depends on what stands beside it in the program. A replica is therefore compiled alone, once for
 each number of rows and each device, and gets its number and its rows at run time; optimization barriers separate it from the few

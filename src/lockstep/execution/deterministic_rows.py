@@ -147,10 +147,11 @@ class RowsOfReplicas:
             for value in values
         ]
         rounds = []
+        kinds = [type(value) for value in values]
         for number, (_, on_device, in_batch, nowhere) in enumerate(self.offsets):
             own = [one.rounds[number] if isinstance(one, ReplicaRows) else one for one in arrays]
             first = {ReplicaRows: nowhere, PlacedRows: on_device}
-            rounds.append((own, [first.get(type(value), in_batch) for value in values]))
+            rounds.append((own, [first.get(kind, in_batch) for kind in kinds]))
         return rounds
 
 
@@ -168,7 +169,7 @@ _ALONG_ROWS = {
     *("broadcast_in_dim", "concatenate", "iota", "pad", "reshape", "rev", "slice", "squeeze", "transpose"),
 }
 _ENTRY_BY_ENTRY = {*ENTRYWISE, "concatenate"}
-# Those that round nothing.
+# Those whose results are the same in each program, as they are not rounded, or in one way only.
 _EXACT = {
     *("broadcast_in_dim", "concatenate", "iota", "pad", "reshape", "rev", "slice", "squeeze", "transpose", "gather"),
     *("convert_element_type", "copy", "copy_p", "stop_gradient", "neg", "abs", "sign", "select_n", "is_finite"),

@@ -196,11 +196,11 @@ class ProgramPart:
         return [atom for atom in self.inputs if not isinstance(atom, Literal)]
 
     def reads_joined(self, values: Mapping[Var, Any]) -> list[Var]:
-        """Return the variables among the inputs of which it does not read rows where these are."""
+        """Return the variables among the inputs that are rows, and that it does not read where these are."""
         return [
             atom
             for position, atom in enumerate(self.inputs)
-            if not isinstance(atom, Literal) and not _has_rows_of(values[atom], self.layouts.get(position))
+            if not isinstance(atom, Literal) and _layout_of(values[atom]) not in (None, self.layouts.get(position))
         ]
 
 
@@ -392,7 +392,7 @@ def _copy(value: jax.Array | None) -> jax.Array | None:
 def _rowwise_equations(
     jaxpr: Jaxpr, layout: BatchLayout, leaves: Sequence[Any], placement: Placement
 ) -> RowwiseEquations:
-    rows = [var for var, leaf in zip(jaxpr.invars, leaves, strict=True) if _has_rows_of(leaf, layout)]
+    rows = [var for var, leaf in zip(jaxpr.invars, leaves, strict=True) if _layout_of(leaf) == layout]
     whole = [atom for atom in jaxpr.outvars if not isinstance(atom, Literal)]
     for equation, call in _isolated_calls(jaxpr):
         rows += equation.outvars[: call.kept_rows] if call.layout == layout else []
@@ -413,9 +413,9 @@ def _isolated_calls(jaxpr: Jaxpr) -> list[tuple[JaxprEqn, IsolatedCall]]:
     return [(one, _call_of(one.params["call"])) for one in jaxpr.eqns if one.primitive is _isolated_p]
 
 
-def _has_rows_of(value: Any, layout: BatchLayout | None) -> bool:
-    """Return whether a value is rows of a layout where they are."""
-    return isinstance(value, (PlacedRows, ReplicaRows)) and value.layout == layout
+def _layout_of(value: Any) -> BatchLayout | None:
+    """Return the layout of rows that are where they are; None if a value is something else."""
+    return value.layout if isinstance(value, (PlacedRows, ReplicaRows)) else None
 
 
 def _leaf_type(leaf: Any) -> Any:
