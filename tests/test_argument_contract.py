@@ -475,6 +475,7 @@ def check_drawn(case, value):
     assert not fault_of(*case, value)
 
 
+@pytest.mark.slow
 @FEW
 @drawn(st.sampled_from(cases()), ANY_VALUE)
 def test_a_drawn_value_works_or_is_refused(case, value):

@@ -96,6 +96,7 @@ def test_each_process_gets_the_batches_of_all():
     assert_same(batch[1], drawn[0][0][1])
 
 
+@pytest.mark.slow
 def test_large_batches_of_many_processes_fit_into_messages():
     size = MAX_BYTES // 16  # As text it is a third larger, and four of them are more than a message takes.
 

@@ -244,6 +244,7 @@ def writes_in(path):
             yield name
 
 
+@pytest.mark.slow
 def test_every_place_that_opens_a_file_for_writing_is_known():
     found = {str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py") if list(writes_in(path))}
     assert found == set(WRITES), "Fix: use lockstep._atomic_files, or say why another way is safe"

@@ -64,6 +64,7 @@ def test_the_resolver_says_what_the_page_shows(page):
     assert repr(page.MpichClusterResolver({"PMI_RANK": "1", "PMI_SIZE": "2", "MASTER_ADDR": "node-a"})) == shown
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Your input ran out of data")
 def test_the_input_gives_each_row_once_with_the_numbers_of_keras(page, monkeypatch, tmp_path):
     def folder(x, y):

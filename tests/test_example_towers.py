@@ -162,6 +162,7 @@ def test_a_batch_depends_on_seed_step_and_tower_alone(example):
         assert not np.array_equal(one, different)
 
 
+@pytest.mark.slow
 def test_a_changed_picture_is_a_part_of_it_with_another_contrast(example):
     module = example("model")
     x = np.random.default_rng(0).integers(0, 256, (50, 32, 32, 3)).astype("uint8")
@@ -186,6 +187,7 @@ def origin(picture, part):
     raise AssertionError("the part is nowhere in the picture")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [["cpu:0"], ["cpu:0", "cpu:1"]])
 def test_the_average_of_the_towers_gradients_is_the_gradient_of_the_joined_batch(example, devices):
     rng = np.random.default_rng(0)

@@ -49,6 +49,7 @@ def test_verbose_2_prints_the_steps_of_the_global_batch(capsys):
     assert "val_accuracy" in printed
 
 
+@pytest.mark.slow
 def test_callbacks_see_batches_logs_and_weights(tmp_path):
     seen = []
 
@@ -145,6 +146,7 @@ def test_the_model_can_be_called_and_cloned_after_fit():
     np.testing.assert_allclose(clone.predict(X, verbose=0), model.predict(X, verbose=0), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_custom_step_may_change_its_inputs_before_the_forward_pass():
     class Doubling(keras.Model):
         def __init__(self):

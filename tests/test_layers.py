@@ -87,6 +87,7 @@ def test_the_files_in_the_boxes_of_architecture_md_exist():
     assert not [name for name in named if not [*PACKAGE.rglob(f"{name}.py"), *PACKAGE.rglob(name)]]
 
 
+@pytest.mark.slow
 def test_the_picture_of_the_packages_is_drawn_from_these_imports():
     picture = runpy.run_path(str(ROOT / "docs" / "make_architecture.py"))
     assert picture["PICTURE"].read_text() == picture["picture"](), "Fix: python docs/make_architecture.py"

@@ -115,6 +115,7 @@ def test_a_file_that_is_no_jpeg_is_named(tmp_path):
         list(pictures.batches([(str(path), 0)], SIZE, 1))
 
 
+@pytest.mark.slow
 def test_fit_sees_each_row_once_an_epoch(files):
     seen = Order()
     with lockstep.MirroredStrategy(replicas=2).scope():

@@ -4,6 +4,8 @@ import ast
 import re
 from pathlib import Path
 
+import pytest
+
 import lockstep
 from lockstep import _errors
 
@@ -50,6 +52,7 @@ def test_each_exit_code_has_an_entry():
     }
 
 
+@pytest.mark.slow
 def test_quoted_messages_occur_in_the_sources():
     texts = list(texts_of_the_sources())
     messages = quoted_messages()

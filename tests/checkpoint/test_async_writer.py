@@ -156,6 +156,7 @@ os.wait()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_the_end_of_a_program_waits_for_what_was_submitted(tmp_path):
     command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", PROGRAM, str(tmp_path)]

@@ -102,6 +102,7 @@ def test_read_export_returns_the_bits_of_every_nan(format_name, tmp_path):
             assert (file["odd"].dtype, file["usual"].dtype) == (np.uint16, np.float32)
 
 
+@pytest.mark.slow
 @settings(max_examples=50, deadline=None)
 @given(st.dictionaries(TEXT, ANY_ARRAY, min_size=1, max_size=4), st.dictionaries(TEXT, FACTS, max_size=3))
 def test_read_export_returns_every_name_and_value(tmp_path_factory, arrays, metadata):

@@ -92,6 +92,7 @@ def test_a_child_of_the_writer_neither_writes_nor_keeps_the_lock_of_the_dead(tmp
         process.communicate(timeout=60)  # Ends with the child, which holds its standard output.
 
 
+@pytest.mark.slow
 def test_a_store_that_nobody_has_any_more_gives_the_lock_back(tmp_path):
     store_in(tmp_path, 1)
     gc.collect()

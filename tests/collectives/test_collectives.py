@@ -44,7 +44,6 @@ def reduced(ops, pieces, devices, reduce_op="SUM"):
     return [np.asarray(value) for value in run(stacked)]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "ops",
     [pytest.param(ops, marks=[] if ops in ("auto", "tree") else [pytest.mark.slow]) for ops in (*ALGORITHMS, *OPTIONS)],
@@ -426,6 +425,7 @@ def test_the_mostly_zero_gradient_of_an_embedding_is_added_exactly_where_it_is_n
     np.testing.assert_allclose(found[used], expected[used], rtol=0, atol=1e-6 + rounding)
 
 
+@pytest.mark.slow
 def test_between_processes_on_cpus_small_arrays_travel_together():
     devices = [SimpleNamespace(process_index=process, platform="cpu") for process in range(2)]
     shapes = {"float32": [(2,), (3, 4), (600, 500), (0,), ()], "int32": [(5,)]}

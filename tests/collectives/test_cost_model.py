@@ -134,6 +134,7 @@ def test_devices_of_a_machine_share_its_way_out():
     assert all_cross == pytest.approx(2 * 4 * 1)
 
 
+@pytest.mark.slow
 def test_each_algorithm_has_its_range():
     network = Network(NetworkLink(5e-6, 1 / 200e9), NetworkLink(20e-6, 1 / 25e9), 8)
     for devices in (8, 64, 512, 4096):

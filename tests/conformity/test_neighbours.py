@@ -276,6 +276,7 @@ def trained_on_one_row(strategy, share):
     return jax.tree.leaves(strategy.run(step, (*values, batch)))
 
 
+@pytest.mark.slow
 def test_losses_of_a_replica_without_rows_are_0_and_those_of_weights_stay():
     found = trained_on_one_row(OWN, share=1.0)
     expected = trained_on_one_row(lockstep.MirroredStrategy(["cpu:0"], replicas=1), share=0.5)

@@ -920,6 +920,7 @@ def test_models_and_layers_train_in_a_loop(name):
     assert any((new != old.value).any() for new, old in zip(trainable, model.trainable_variables, strict=True))
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_compiled_by_itself_leads_to_the_same_weights():
     (_, losses, values), (_, expected_losses, expected) = trained("functional", nested=True), trained("functional")
     np.testing.assert_allclose(losses, expected_losses, rtol=1e-5)

@@ -113,6 +113,7 @@ def test_a_regularization_loss_counts_once_for_any_number_of_replicas(replicas):
     assert float(model.get_weights()[0]) == -1.0
 
 
+@pytest.mark.slow
 def test_a_loss_of_the_layers_alone_needs_no_targets():
     class Penalty(layers.Layer):
         def call(self, x):
@@ -127,6 +128,7 @@ def test_a_loss_of_the_layers_alone_needs_no_targets():
     assert_same(build, lambda model: model.fit(X, batch_size=8, shuffle=False, verbose=0).history["loss"])
 
 
+@pytest.mark.slow
 def test_a_loss_of_a_weight_alone_counts_once():
     class Heavy(layers.Layer):
         def build(self, shape):
@@ -276,6 +278,7 @@ def test_a_metric_that_is_updated_in_a_scope_takes_each_value():
     assert float(outside.stateless_result(values)) == 4.5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [4, 6])
 def test_metrics_of_a_short_last_batch_are_those_of_all_rows(rows):
     model = mirrored(lambda: dense(measure=["mae", metrics.CategoricalAccuracy()]), 3)
@@ -296,6 +299,7 @@ def test_the_batch_size_is_that_of_all_replicas(rows, given, steps):
     assert int(model.optimizer.iterations) == steps
 
 
+@pytest.mark.slow
 def test_predict_gives_each_row_also_of_a_short_last_batch():
     def build():
         one, other = keras.Input((3,), name="one"), keras.Input((4,), name="other")
@@ -342,6 +346,7 @@ def test_validation_within_fit_is_evaluate_after_each_epoch():
     np.testing.assert_array_equal([logs[name] for name in names], np.transpose(found))
 
 
+@pytest.mark.slow
 def test_inputs_find_their_place_by_name():
     def build(kind):
         last, first = keras.Input((3,), name="z_last"), keras.Input((4,), name="a_first")
@@ -380,6 +385,7 @@ class Calls(keras.callbacks.Callback):
         return found
 
 
+@pytest.mark.slow
 def test_callbacks_hear_of_each_global_batch():
     model, calls = mirrored(dense, 3), Calls()
     x, y = np.ones((50, 3)), np.ones((50, 4))
@@ -399,6 +405,7 @@ def test_callbacks_hear_of_each_global_batch():
     assert calls.counts() == {f"predict_{end}": 1 for end in ends} | {f"predict_batch_{end}": 5 for end in ends}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("together", [20, 500])
 def test_callbacks_hear_of_several_steps_a_call_as_on_plain_keras(together):
     x, y = np.ones((100, 3)), np.ones((100, 4))
@@ -435,6 +442,7 @@ def test_options_that_a_generator_does_not_take_are_refused():
             model.fit(generator(X, Y, rows=5), verbose=0, **options)
 
 
+@pytest.mark.slow
 def test_dropout_is_of_training_alone():
     def build():
         inner = layers.Dense(1, kernel_initializer="ones"), layers.Dropout(0.9999)
@@ -459,6 +467,7 @@ def test_a_model_without_an_input_shape_is_built_by_fit():
     assert_same(build, use)
 
 
+@pytest.mark.slow
 def test_a_fixed_batch_size_need_not_be_divisible_by_the_replicas():
     def build():
         model = keras.Sequential([keras.Input((3,), batch_size=5), layers.Dense(4)])
@@ -647,6 +656,7 @@ def test_a_normalization_that_was_adapted_stays_what_it_is():
     assert_same(build, use)
 
 
+@pytest.mark.slow
 def test_each_weight_of_a_layer_in_half_precision_has_a_gradient():
     class Added(layers.Layer):
         def build(self, shape):

@@ -158,6 +158,7 @@ class Trainer:
         return next(self.batches)
 
 
+@pytest.mark.slow
 def test_an_iterator_that_is_freed_in_the_thread_that_reads_it_gives_its_batches_back(caplog):
     caplog.set_level(logging.INFO, "lockstep")
     taken, trainers = threading.Event(), []
@@ -248,6 +249,7 @@ def test_a_pass_of_a_py_dataset_begins_and_ends():
     assert dataset.said == ["begin", "end"] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("own", [False, True])
 def test_fit_evaluate_and_predict_take_a_distributed_data_set(own):
     """With own batches of 4 on two replicas, the global batch has 8 rows; the data are the same."""

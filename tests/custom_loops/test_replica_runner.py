@@ -150,6 +150,7 @@ def test_a_bound_method_is_traced_once_for_each_object(made):
         assert count == (owner.traces if isinstance(owner, Owner) else len(owner.traces))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "function_of",
     [lambda owner: lambda rows: owner.step(rows), lambda owner: owner.step, lambda owner: owner],
@@ -178,6 +179,7 @@ class Multiply:
 FACTORS = []
 
 
+@pytest.mark.slow
 def test_equal_objects_share_a_program():
     strategy, batch = make(2, 2), np.arange(4.0)
     FACTORS.clear()

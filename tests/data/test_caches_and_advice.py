@@ -200,6 +200,7 @@ def test_a_file_is_gone_after_an_error(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_a_file_is_gone_though_a_batch_arrives_after_the_error(tmp_path):
     released = threading.Event()
 

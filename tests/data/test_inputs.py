@@ -113,6 +113,7 @@ def test_evaluate_predict_and_validation(kind):
     np.testing.assert_allclose(found, plain.predict(x, batch_size=BATCH, verbose=0), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 3])
 def test_a_shuffled_py_dataset_has_the_order_that_keras_gives_it(workers):
     orders = []
@@ -138,6 +139,7 @@ def test_more_batches_than_the_queue_of_a_py_dataset_holds(use_multiprocessing):
     assert [list(epoch) for epoch in order.epochs] == [list(range(400))] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", [2, 3])
 def test_steps_per_epoch_goes_on_where_the_last_epoch_stopped(steps):
     x, y = data(96)
@@ -160,6 +162,7 @@ def test_several_steps_a_call_with_a_short_last_group(kind, together):
     assert [list(epoch) for epoch in order.epochs] == [list(range(ROWS))] * 2
 
 
+@pytest.mark.slow
 def test_shuffled_arrays_come_in_the_order_that_keras_gives_them():
     for shuffle in (True, "batch"):
         orders = []
@@ -171,6 +174,7 @@ def test_shuffled_arrays_come_in_the_order_that_keras_gives_them():
         np.testing.assert_array_equal(*orders)
 
 
+@pytest.mark.slow
 def test_class_weights_and_sample_weights():
     x, _ = data()
     y = np.arange(ROWS) % 3
@@ -185,6 +189,7 @@ def test_class_weights_and_sample_weights():
         np.testing.assert_allclose(weights(model), weights(plain), rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_outputs_may_have_no_weights():
     x, y = data()
 
@@ -201,6 +206,7 @@ def test_outputs_may_have_no_weights():
     np.testing.assert_allclose(fitted(Topology(3, 2).strategy().scope()), expected, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_nested_arrays_and_validation_split():
     x, y = named(*data())
     histories = []
@@ -403,6 +409,7 @@ def test_what_surrounds_fit_also_surrounds_that_of_a_models_own_class(own, valid
     assert model.evaluate(halves, y, verbose=0) == pytest.approx(np.mean((model(x / 2) - y) ** 2), rel=1e-4)
 
 
+@pytest.mark.slow
 def test_own_methods_of_two_threads_do_not_meet():
     """Each redirects ``super()`` for its own model, and Keras's classes are restored by the last."""
     x, y = data()
@@ -425,6 +432,7 @@ def test_own_methods_of_two_threads_do_not_meet():
     assert [trainer.method_of_keras(name) for name in ("fit", "evaluate", "predict")] == before
 
 
+@pytest.mark.slow
 def test_a_model_with_its_own_methods_gets_what_it_was_given(caplog):
     caplog.set_level(logging.INFO, "lockstep")
 
@@ -488,6 +496,7 @@ def test_a_generator_is_asked_for_as_many_batches_as_keras_takes(steps, together
     assert np.concatenate(order.epochs).tolist() == list(range(source.asked * BATCH))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("steps", "together"), STEPS_AND_TOGETHER)
 def test_evaluate_and_predict_have_as_many_steps_a_call_as_in_keras(steps, together):
     x, y = data(10 * BATCH)
@@ -541,6 +550,7 @@ X = np.random.default_rng(0).normal(size=(100, 3)).astype("float32")
 Y = X[:, :1] + 1
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Limiting steps_per_epoch")
 def test_keras_limit_of_steps_sets_the_size_of_batches():
     def left(scope):

@@ -178,6 +178,7 @@ def test_an_object_that_belongs_to_another_thread_is_explained():
     ]
 
 
+@pytest.mark.slow
 def test_what_hangs_is_named_and_can_be_left(caplog):
     hanging = threading.Event()
     caplog.set_level(logging.INFO, "lockstep")
@@ -206,6 +207,7 @@ def test_a_feed_that_was_never_used_has_no_thread():
     assert ran == [1]
 
 
+@pytest.mark.slow
 def test_the_end_does_not_wait_for_ever_for_a_batch_that_was_read_ahead(caplog):
     hanging, reading_second = threading.Event(), threading.Event()
     caplog.set_level(logging.INFO, "lockstep")

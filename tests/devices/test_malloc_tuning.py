@@ -39,6 +39,7 @@ def faults(setup, **environment):
     return int(done.stdout)
 
 
+@pytest.mark.slow
 def test_memory_is_kept():
     pages = TIMES * MEGABYTES * 2**20 // os.sysconf("SC_PAGE_SIZE")
     assert faults("nothing") > pages / 2

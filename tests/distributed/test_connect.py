@@ -127,6 +127,7 @@ def test_the_missing_are_named_by_all_with_their_addresses_in_time():
     assert time.monotonic() - began > 4
 
 
+@pytest.mark.slow
 def test_the_start_has_a_limit_of_its_own():
     with ThreadedJob(2, missing=(1,), timeout_seconds=1000, start_seconds=0.1, long_seconds=1000) as job:
         assert "did not join within 0.1 s" in str(job.errors[0])
@@ -205,6 +206,7 @@ def test_who_is_no_worker_is_turned_away_and_harms_nothing(speaks, reason):
     job.__exit__()
 
 
+@pytest.mark.slow
 def test_many_strangers_do_not_fill_the_log():
     job = ThreadedJob(2, missing=(1,), start_seconds=1)
     host, port = job.coordinator.split(":")
@@ -254,6 +256,7 @@ def test_a_worker_that_goes_away_before_the_start_is_named_to_the_others():
     job.__exit__()
 
 
+@pytest.mark.slow
 def test_a_late_duplicate_waits_for_the_end_of_the_first_and_harms_nothing():
     """The first may be of a machine that was reset, whose connection is not closed yet."""
     with ThreadedJob(2) as job:
@@ -273,6 +276,7 @@ def test_a_leftover_of_an_earlier_start_is_refused_and_harms_nothing():
         assert job.everyone(lambda session: session.gather("rows", 1)) == [[1, 1]] * 2
 
 
+@pytest.mark.slow
 def test_a_worker_of_a_later_start_waits_for_its_own_chief():
     with (
         ThreadedJob(2) as job,
@@ -281,6 +285,7 @@ def test_a_worker_of_a_later_start_waits_for_its_own_chief():
         open_control_channel(**{**job.arguments(1), "generation": 1, "start_seconds": 1})
 
 
+@pytest.mark.slow
 def test_a_worker_waits_for_the_next_chief_while_that_of_a_failed_job_ends():
     with ThreadedJob(2) as job:
         job.sessions[1]._send({"kind": "heartbeat", "step": "none"})  # It counts as dead.
@@ -330,6 +335,7 @@ def test_workers_who_know_the_secret_meet():
         assert job.errors == {}
 
 
+@pytest.mark.slow
 def test_a_port_in_use_is_named_and_by_whom():
     with ThreadedJob(2) as job:
         with pytest.raises(ClusterError) as caught:
@@ -375,6 +381,7 @@ def test_what_answers_without_being_a_chief_is_named():
     assert tries
 
 
+@pytest.mark.slow
 def test_a_chief_that_says_nothing_more_is_waited_for_until_the_limit():
     chief, address = listening()
     done = threading.Event()

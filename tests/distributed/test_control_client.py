@@ -125,6 +125,7 @@ def test_a_wait_names_whom_it_waits_for_and_what_they_do():
         assert re.fullmatch(said, line)
 
 
+@pytest.mark.slow
 def test_a_wait_for_many_workers_names_some_of_them():
     with ThreadedJob(12) as job:
         waiting = threading.Thread(target=job.sessions[0].gather, args=("rows",), daemon=True)
@@ -139,6 +140,7 @@ def test_a_wait_for_many_workers_names_some_of_them():
         waiting.join(DEADLINE)
 
 
+@pytest.mark.slow
 def test_a_call_that_comes_to_its_limit_ends_the_job_and_names_who_did_not_come():
     with ThreadedJob(3, timeout_seconds=DEADLINE) as job:
         for session in job.sessions.values():
@@ -175,6 +177,7 @@ def test_a_worker_that_compiles_is_waited_for():
         assert time.monotonic() - began > 3
 
 
+@pytest.mark.slow
 def test_a_chief_that_saves_says_so_and_the_others_wait_for_it():
     class Model:
         variables = ()
@@ -253,6 +256,7 @@ def test_the_chief_waits_for_the_others_ends():
         assert not leaving.is_alive()
 
 
+@pytest.mark.slow
 def test_a_chief_that_has_waited_long_leaves_and_the_others_go_on():
     with ThreadedJob(2, timeout_seconds=1.5) as job:
         job.sessions[0].leave()

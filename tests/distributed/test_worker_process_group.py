@@ -82,6 +82,7 @@ def test_a_checkpoint_with_more_metadata_than_a_message_takes_reaches_all(monkey
     np.testing.assert_array_equal(arrays["matrix"], ARRAYS["matrix"])
 
 
+@pytest.mark.slow
 def test_code_between_steps_has_no_limit():
     model = SimpleNamespace(layers=[], variables=[], optimizer=None, get_compile_config=dict)
     limits = Limits(timeout=60, long=1800)

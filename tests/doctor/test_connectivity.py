@@ -45,6 +45,7 @@ def test_check_network_reports_a_name_without_an_address():
     assert (name, what) == ("worker-not-reached", "worker 0: the name 'no-such-host.invalid' has no address")
 
 
+@pytest.mark.slow
 def test_check_network_reports_an_own_port_in_use(listener, free):
     ((name, what),) = names_and_texts(ClusterPeer("worker 0", listener, is_own=True, listens=True))
     assert (name, what) == ("port-not-free", f"worker 0, which is this process, cannot listen at {listener}")
@@ -78,6 +79,7 @@ def test_check_network_connects_in_parallel(monkeypatch):
     assert [name for name, _ in found] == ["worker-not-reached"] * 19
 
 
+@pytest.mark.slow
 def test_check_network_has_a_time_limit(monkeypatch):
     answered = threading.Event()
 

@@ -236,6 +236,7 @@ class StopAt(keras.callbacks.Callback):
             raise EnoughError
 
 
+@pytest.mark.slow
 def test_check_changed_batch_ignores_the_smaller_batch_at_which_a_run_is_resumed(caplog, tmp_path, monkeypatch):
     monkeypatch.setattr("lockstep.doctor.data_checks._is_known", lambda kind: True)  # StopAt is a class of our own.
     caplog.set_level(logging.INFO, "lockstep")
@@ -315,6 +316,7 @@ def test_a_mesh_that_shards_little_is_named(hidden, is_found):
     assert not is_found or "'net/hidden_1/kernel'" in found["variables-whole"].what
 
 
+@pytest.mark.slow
 def test_weights_that_are_whole_by_design_are_no_finding():
     strategy = lockstep.MirroredStrategy(["cpu:0", "cpu:1"], shard="optimizer")
     with strategy.scope():

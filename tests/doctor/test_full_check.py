@@ -64,7 +64,6 @@ class Batches(keras.utils.PyDataset):
         return cut()[number]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("given", "options"),
     [
@@ -133,6 +132,7 @@ def test_doctor_loses_no_row_of_a_generator():
     assert asked == trained == list(range(12))
 
 
+@pytest.mark.slow
 def test_doctor_reports_an_input_slower_than_the_steps():
     def read():
         while True:

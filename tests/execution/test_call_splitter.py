@@ -383,11 +383,6 @@ CASES = {
 }
 
 
-def slow_if_quantised(names):
-    """Return the names of cases, marked as slow where weights are quantised."""
-    return [pytest.param(name, marks=pytest.mark.slow) if name.startswith("int") else name for name in names]
-
-
 def trained(make, data, scope, rows=ROWS, **options):
     keras.utils.set_random_seed(0)
     with scope:
@@ -399,8 +394,9 @@ def trained(make, data, scope, rows=ROWS, **options):
     return [*model.get_weights(), losses, *predicted]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("replicas", "rows"), [(2, ROWS), (3, ROWS - 3)], ids=["even", "uneven"])
-@pytest.mark.parametrize("name", slow_if_quantised(CASES))
+@pytest.mark.parametrize("name", CASES)
 def test_what_a_call_leaves_is_that_of_one_device(name, replicas, rows):
     make, data = CASES[name]
     strategy = lockstep.MirroredStrategy(["cpu:0", "cpu:1"], replicas=replicas)
@@ -416,6 +412,7 @@ KEPT_BETWEEN_CALLS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "way"),
     [(name, "eager") for name in KEPT_BETWEEN_CALLS]
@@ -448,6 +445,7 @@ def test_a_number_that_a_draw_chooses_is_that_of_one_device(how):
     assert depths(lockstep.MirroredStrategy(replicas=2).scope()) == expected
 
 
+@pytest.mark.slow
 def test_statistics_that_a_user_s_layer_keeps_are_those_of_all_replicas():
     def statistics(layer):
         keras.utils.set_random_seed(0)
@@ -472,12 +470,11 @@ SPLIT = [
     "whole numbers without rows",
     "a running mean without a gradient",
     "random numbers of Python",
-    "int8 weights",
-    "int4 weights",
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("int8 weights", "int4 weights")),
 ]
 
 
-@pytest.mark.parametrize("name", slow_if_quantised(SPLIT))
+@pytest.mark.parametrize("name", SPLIT)
 def test_what_depends_on_no_other_row_is_split(name, caplog):
     with caplog.at_level("INFO", logger="lockstep"):
         trained(CASES[name][0], X, lockstep.MirroredStrategy(["cpu:0", "cpu:1"]).scope())
@@ -518,6 +515,7 @@ ARGUMENTS = {
 }
 
 
+@pytest.mark.slow
 def test_rows_are_found_in_any_argument():
     first, *others = (
         trained(

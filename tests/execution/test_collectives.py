@@ -63,6 +63,7 @@ def test_step_on_accelerators_has_one_all_reduce(on_accelerators, net):
     assert names(DEVICES, net, 64) == ["all-reduce"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [pytest.param(DEVICES, marks=pytest.mark.nightly), 2 * DEVICES])
 def test_step_on_accelerators_has_one_all_reduce_if_the_last_device_has_fewer_rows(on_accelerators, replicas):
     assert names(replicas, "dropout", 8 * DEVICES - 3) == ["all-reduce"]
@@ -81,6 +82,7 @@ def test_gradients_of_mixed_precision_are_added_in_float32(on_accelerators, poli
     assert gradients <= found.bytes <= gradients + 16  # loss and scale
 
 
+@pytest.mark.slow
 def test_small_outputs_are_gathered_once_if_rows_would_move_to_other_devices(on_accelerators):
     rows = 59  # Devices have 16 rows each; XLA would shard 59 rows as 15 each.
     assert sorted(names(2 * DEVICES, "dropout", rows)) == ["all-gather", "all-reduce"]
@@ -136,6 +138,7 @@ def test_deterministic_step_has_two_collectives_for_a_large_gradient_and_one_for
     assert not any(host_instructions(text) for text in texts)
 
 
+@pytest.mark.slow
 def test_deterministic_step_does_not_gather_large_outputs():
     """Of each row of a language model its loss and whether it hits are gathered, in place of a number for each word."""
     words, length = 2_000, 16

@@ -126,6 +126,7 @@ def test_steps_are_not_scanned_if_a_hook_needs_each(scanning):
     assert set(scanning) == {1}
 
 
+@pytest.mark.slow
 def test_an_error_in_the_input_comes_after_the_steps_before_it(scanning):
     def broken():
         for start in range(0, 20, 4):
@@ -183,6 +184,7 @@ def slowly(kernel, turns):
 X_ONES, Y_ONES = np.ones((4, 2)), np.ones((4, 1))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Your input ran out of data")  # Keras, of each generator
 @pytest.mark.parametrize(
     ("call", "is_lost"),
@@ -233,6 +235,7 @@ class Interrupts(keras.callbacks.Callback):
         raise KeyError("of the user")
 
 
+@pytest.mark.slow
 def test_after_another_error_no_later_call_hears_of_a_failed_step(monkeypatch):
     with lockstep.MirroredStrategy(["cpu:0"], replicas=2).scope():
         model = keras.Sequential([keras.Input((2,)), layers.Dense(2), FailsLater(), layers.Dense(1)])
@@ -278,6 +281,7 @@ INPUTS = np.random.default_rng(0).normal(size=(100, 6)).astype("float32")
 TARGETS = INPUTS[:, :1] + 1
 
 
+@pytest.mark.slow
 def test_a_deterministic_step_leaves_its_state_in_copies_until_it_is_read(monkeypatch):
     read, whole = [], spmd.replicated_arrays
     monkeypatch.setattr(spmd, "replicated_arrays", lambda *given: read.append(1) or whole(*given))
@@ -335,6 +339,7 @@ class ReturnsVariable(keras.Model):
         return self.get_metrics_result()
 
 
+@pytest.mark.slow
 def test_a_variable_that_a_model_returns_is_trained():
     def left(scope):
         keras.utils.set_random_seed(0)

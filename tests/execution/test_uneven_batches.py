@@ -129,6 +129,7 @@ NORMALIZED = {
 
 
 # A replica without rows, and several on a device, differ in the layout only.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "rows", "devices", "replicas"),
     [
@@ -157,6 +158,7 @@ def test_padding_of_an_uneven_batch_is_no_part_of_a_replicas_statistics(monkeypa
     assert {calls is not None for calls in found} == ({is_padded} - {None})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [4, 2])
 def test_padding_stays_finite_where_the_rows_of_its_replica_are(rows):
     def trained(devices):
@@ -171,6 +173,7 @@ def test_padding_stays_finite_where_the_rows_of_its_replica_are(rows):
     np.testing.assert_allclose(trained(3), trained(1), rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_only_rows_at_the_edges_move_if_devices_have_several_replicas_of_an_uneven_batch():
     rows = 59
     uneven = compiled_step(strategy(2 * DEVICES), language_model, rows)
@@ -279,6 +282,7 @@ def test_switch_with_common_residuals_has_the_values_and_gradients_of_a_switch(c
         np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_switch_with_common_residuals_is_differentiated_twice_like_a_switch():
     weights, inputs, *rest = uneven_operands()
 

@@ -17,6 +17,7 @@ from keras import layers, ops
 import lockstep
 from lockstep._errors import ModelError
 from lockstep.execution.xla_partitioner_workarounds import constrain_partitioning
+from tests.support.marks import every_pair
 
 ROWS = 8
 
@@ -153,13 +154,13 @@ STRATEGIES = {
 }
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("rows", [ROWS, ROWS + 5], ids=["even", "uneven"])
-@pytest.mark.parametrize("function", WRONG)
+@pytest.mark.slow
+@pytest.mark.parametrize(("rows", "strategy", "function"), every_pair([ROWS, ROWS + 5], STRATEGIES, WRONG))
 def test_layers_that_xla_divides_wrongly_have_the_numbers_of_one_device(function, rows, strategy):
     assert_equal(trained("layer", function, STRATEGIES[strategy](), rows), trained("layer", function, rows=rows))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("function", WRONG)
 @pytest.mark.parametrize("place", ["loss", "direct call"])
 def test_what_is_outside_of_stateless_call_has_the_numbers_of_one_device(place, function, monkeypatch):
@@ -168,6 +169,7 @@ def test_what_is_outside_of_stateless_call_has_the_numbers_of_one_device(place, 
     assert_equal(trained(place, function, strategy, ROWS + 5), trained(place, function, rows=ROWS + 5))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [ROWS, ROWS + 5], ids=["even", "uneven"])
 @pytest.mark.parametrize("function", [pooled_images, in_another_order, some_rows])
 def test_what_xla_divides_rightly_has_the_numbers_of_one_device(function, rows):

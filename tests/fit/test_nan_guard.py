@@ -70,6 +70,7 @@ def test_accelerators_compare_without_a_branch_for_which_they_would_wait(monkeyp
     assert left_by(model) == left_before_the_bad_step(False, 1, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("given", [NanGuard(), {"guard": NanGuard()}, (NanGuard(),)], ids=["one", "dict", "tuple"])
 def test_guard_is_found_in_each_form_of_callbacks(given):
     model = Run().build()
@@ -77,6 +78,7 @@ def test_guard_is_found_in_each_form_of_callbacks(given):
         model.fit(*data("input"), batch_size=BATCH, shuffle=False, verbose=0, callbacks=given)
 
 
+@pytest.mark.slow
 def test_the_last_step_of_an_epoch_is_answered_before_the_validation():
     seen = []
 
@@ -146,6 +148,7 @@ def test_too_many_rollbacks_stop_it(tmp_path):
     assert np.isfinite(model.get_weights()[0]).all()
 
 
+@pytest.mark.slow
 def test_a_rollback_without_a_checkpoint_says_so(tmp_path):
     error, _ = stopped(Run(), *data("input"), NanGuard("rollback"), BackupAndRestore(tmp_path))
     assert "There is no checkpoint to go back to yet" in str(error)
@@ -153,6 +156,7 @@ def test_a_rollback_without_a_checkpoint_says_so(tmp_path):
         Run().fit(*data(), NanGuard("rollback"))
 
 
+@pytest.mark.slow
 def test_a_rollback_keeps_the_learning_rate_that_a_callback_has_set(tmp_path):
     """The checkpoint is the very state before the bad step, so going back to it is leaving the step out."""
     x, y = data("input", steps=2 * STEPS, bad_steps=[STEPS])
@@ -168,6 +172,7 @@ def test_a_rollback_keeps_the_learning_rate_that_a_callback_has_set(tmp_path):
     assert left("rollback") == left("skip")
 
 
+@pytest.mark.slow
 def test_a_rollback_at_an_epochs_end_keeps_the_learning_rate_of_callbacks_before_it(tmp_path):
     with lockstep.MirroredStrategy(["cpu:0"], replicas=2).scope():
         model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
@@ -186,6 +191,7 @@ def test_a_rollback_to_averaged_weights_is_refused(tmp_path):
         Run(optimizer=lambda: keras.optimizers.SGD(0.1, use_ema=True)).fit(*data(), *callbacks)
 
 
+@pytest.mark.slow
 def test_a_rollback_before_a_validation_comes_before_weights_are_exchanged_for_averages(tmp_path):
     """The checkpoint is the very state before the bad step, so going back to it is leaving the step out."""
     x, y = data("input", bad_steps=[STEPS - 1])
@@ -204,6 +210,7 @@ def test_a_rollback_before_a_validation_comes_before_weights_are_exchanged_for_a
     assert left("rollback") == left("skip")
 
 
+@pytest.mark.slow
 def test_no_checkpoint_counts_the_step_that_stops_the_training(tmp_path):
     x, y = data("input")
     stopped(Run(), x, y, NanGuard(), BackupAndRestore(tmp_path, save_freq=1, keep=100))
@@ -302,6 +309,7 @@ def test_an_update_that_is_too_large_is_told_from_a_gradient():
     assert "it is the update of the variables" in str(error)
 
 
+@pytest.mark.slow
 def test_a_model_on_the_global_batch_names_layer_and_rows():
     with lockstep.MirroredStrategy(["cpu:0", "cpu:1"]).scope():
         log = layers.Lambda(lambda x: ops.log(x + 50), name="log")

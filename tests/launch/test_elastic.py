@@ -57,6 +57,7 @@ def end_of(supervisor):
     return supervisor.returncode, printed, messages
 
 
+@pytest.mark.slow
 def test_all_nodes_start_at_once_and_are_told_where_they_are(job):
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "TF_CONFIG")
     nodes = job(f"print(json.dumps([os.environ[name] for name in {names}]))", "1:3", join=1000)
@@ -80,6 +81,7 @@ def test_all_nodes_start_at_once_and_are_told_where_they_are(job):
         assert (*told, json.loads(seen)) == (*place, "3", config)
 
 
+@pytest.mark.slow
 def test_nodes_on_the_machine_of_the_rendezvous_need_no_rank(job):
     nodes = job("print(rank)", "3:3")
     ends = [end_of(one) for one in [nodes.start() for _ in range(3)]]
@@ -146,6 +148,7 @@ def test_a_node_that_was_asked_to_end_is_not_waited_for(job, tmp_path):
     assert "): it was asked to stop" in messages
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("handles", [True, False])
 def test_rendezvous_ends_all_nodes_when_node_0_gets_sigterm(job, tmp_path, handles):
     handler = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))\n" if handles else ""
@@ -157,6 +160,7 @@ def test_rendezvous_ends_all_nodes_when_node_0_gets_sigterm(job, tmp_path, handl
     assert messages.splitlines()[-1].endswith("): it was asked to stop.")
 
 
+@pytest.mark.slow
 def test_rendezvous_ends_the_job_when_node_0_dies(job, tmp_path):
     nodes = job(RUNNING + FOREVER)
     first, second, processes = nodes.start_two()
@@ -182,6 +186,7 @@ def test_all_nodes_end_with_the_code_of_the_first_failure_when_no_restart_is_lef
     assert ends[1][2].splitlines()[-1].startswith("lockstep run: worker 1")
 
 
+@pytest.mark.slow
 def test_a_node_that_has_done_its_work_waits_for_the_others_and_starts_again_with_them(job):
     body = GENERATION + "print('generation', generation)\nif rank == 1 and generation == 0: sys.exit(9)"
     nodes = job(body, join=1000)
@@ -226,6 +231,7 @@ def test_nodes_that_were_there_are_named_when_too_few_are_left(job, tmp_path):
     assert f"process {second.pid}): lost, its connection closed." in messages.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_join_without_a_server_times_out(tmp_path):
     address = f"{own_host()}:12421"
     common = ("--nnodes", "1:2", "--coordinator", address, "--node-rank", 1)
@@ -236,6 +242,7 @@ def test_join_without_a_server_times_out(tmp_path):
     assert run(*common, "--timeout", 0.5, program(tmp_path, "")).returncode == 124
 
 
+@pytest.mark.slow
 def test_a_node_that_cannot_listen_says_why_at_once(tmp_path):
     options = ("--nnodes", "1:2", "--coordinator", "127.0.0.1:12421")
     done = run(*options, program(tmp_path, ""), LOCKSTEP_BIND="192.0.2.1", LOCKSTEP_SECRET="own" * 11)
@@ -314,6 +321,7 @@ def test_rendezvous_needs_an_address(tmp_path):
     assert (done.returncode, "--nnodes 1:2: the address of worker 0 is missing" in done.stderr) == (2, True)
 
 
+@pytest.mark.slow
 def test_no_process_is_left_when_all_supervisors_are_killed(job, tmp_path):
     nodes = job(RUNNING + FOREVER)
     *supervisors, processes = nodes.start_two()

@@ -68,6 +68,7 @@ def test_what_a_worker_leaves_behind_ends_with_it(tmp_path, last, code):
     assert all(has_ended(process) for process in processes_of(tmp_path, 1))
 
 
+@pytest.mark.slow
 def test_a_killed_reaper_leaves_no_process(tmp_path):
     code = TWO_GENERATIONS + "write(f'{rank}.reaper', str(os.getppid()))\ntime.sleep(100)"
     with started("-n", 2, program(tmp_path, code)) as supervisor:
@@ -138,6 +139,7 @@ def test_a_signal_to_the_supervisor_reaches_each_worker_once(tmp_path, number, e
     assert "Traceback" not in messages
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])
 def test_other_signals_are_handed_on_and_end_nothing(tmp_path, number):
     with started("-n", 2, program(tmp_path, COUNTING.format(number=int(number), end=""))) as supervisor:
@@ -186,6 +188,7 @@ IGNORING = "signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.signal(signal.
 IGNORING += TWO_GENERATIONS + "time.sleep(100)"
 
 
+@pytest.mark.slow
 def test_who_does_not_end_in_time_is_killed(tmp_path):
     with started("-n", 2, "--grace", "0.3", program(tmp_path, IGNORING)) as supervisor:
         processes = processes_of(tmp_path, 2)
@@ -197,6 +200,7 @@ def test_who_does_not_end_in_time_is_killed(tmp_path):
     assert messages.count("killed") == 1
 
 
+@pytest.mark.slow
 def test_a_second_ctrl_c_kills_at_once(tmp_path):
     with started("-n", 2, "--grace", "1000", program(tmp_path, IGNORING)) as supervisor:
         processes = processes_of(tmp_path, 2)
@@ -207,6 +211,7 @@ def test_a_second_ctrl_c_kills_at_once(tmp_path):
         assert all(has_ended(process) for process in processes)
 
 
+@pytest.mark.slow
 def test_ctrl_c_kills_who_does_not_end_after_a_failure(tmp_path):
     code = "if rank == 1: wait_for(lambda: is_there('0.worker')); sys.exit(5)\n" + IGNORING
     with started("-n", 2, "--grace", "1000", program(tmp_path, code)) as supervisor:
@@ -217,6 +222,7 @@ def test_ctrl_c_kills_who_does_not_end_after_a_failure(tmp_path):
         assert supervisor.wait(timeout=60) == 5
 
 
+@pytest.mark.slow
 def test_ctrl_c_that_also_ends_the_reader_leaves_the_time_to_save(tmp_path):
     """As with ``| tee``: the reader is gone before the signal comes."""
     code = "def save(*_):\n    time.sleep(0.5); write('saved'); os._exit(75)\n"
@@ -242,6 +248,7 @@ def test_a_parent_that_does_without_sigchld_changes_nothing(tmp_path, before):
     assert (done.returncode, done.stdout) == (0, "[worker 0] done\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("where", "says"),
     [(">&-", ""), ("2>&-", ""), ("> /dev/full", "the output cannot be written ([Errno 28] No space left on device)")],
@@ -255,6 +262,7 @@ def test_output_that_cannot_be_written_stops_nothing(tmp_path, where, says):
     assert (tmp_path / "done").exists()
 
 
+@pytest.mark.slow
 def test_nohup_is_respected(tmp_path):
     with started(program(tmp_path, COUNTING.format(number=int(signal.SIGUSR1), end="")), before=("nohup",)) as process:
         text_of(tmp_path / "ready0")
@@ -274,6 +282,7 @@ def test_a_run_has_a_limit_and_shows_where_it_was(tmp_path):
     assert "in too_long" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_reader_that_goes_away_ends_the_run(tmp_path):
     """As with ``| head``."""
     with started(

@@ -18,6 +18,7 @@ def without_devices(folder, **variables):
     return {"PYTHONPATH": str(folder), "PATH": os.environ["PATH"], **variables}
 
 
+@pytest.mark.slow
 def test_the_report_names_what_matters(capsys):
     assert cli.main(["env"]) == 0
     report = capsys.readouterr().out
@@ -35,6 +36,7 @@ def test_secrets_are_not_shown(tmp_path):
     assert "UNRELATED" not in report
 
 
+@pytest.mark.slow
 def test_a_driver_that_hangs_does_not_hang_the_report(tmp_path):
     environment = without_devices(tmp_path)
     (tmp_path / "jax.py").write_text("import time; time.sleep(100)\n")

@@ -78,6 +78,7 @@ def test_the_programs_own_hook_shows_its_exceptions(tmp_path):
     assert (done.returncode, done.stderr.splitlines()[-1]) == (13, "OSError: x")
 
 
+@pytest.mark.slow
 def test_a_failure_does_not_wait_for_what_runs_at_the_exit_of_python(tmp_path):
     code = """
 import atexit, threading
@@ -115,6 +116,7 @@ if rank == 1:
     assert done.stderr.rpartition("lockstep run: ")[2].startswith("worker 1 ")
 
 
+@pytest.mark.slow
 def test_one_that_only_lost_another_ends_the_job_with_its_own_code(tmp_path):
     done = run("-n", 2, program(tmp_path, "if rank == 0: sys.exit(75)\ntime.sleep(50)"))
     assert done.returncode == 75

@@ -86,6 +86,7 @@ def slurm(tmp_path):
     return submit
 
 
+@pytest.mark.slow
 def test_the_slurm_script_gives_all_nodes_a_secret_that_only_its_user_can_read(slurm, tmp_path):
     body = f"path = Path(os.environ['{SECRET_FILE}'])\nprint(oct(path.stat().st_mode), path.name, path.read_text())"
     secrets = set()
@@ -101,6 +102,7 @@ def test_the_slurm_script_gives_all_nodes_a_secret_that_only_its_user_can_read(s
     assert not (tmp_path / ".lockstep-secret-7").exists()
 
 
+@pytest.mark.slow
 def test_the_slurm_script_runs_the_program_on_each_node(slurm, tmp_path):
     path = program(tmp_path, "print(json.dumps([os.environ['TF_CONFIG'], sys.argv[1:]]))")
     done = slurm(JOB_SCRIPTS["slurm"](job(path)))
@@ -115,6 +117,7 @@ def test_the_slurm_script_runs_the_program_on_each_node(slurm, tmp_path):
     assert not (tmp_path / "queued").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("code", "is_queued"), [(75, True), (13, False)])
 def test_a_slurm_job_whose_workers_ask_for_it_is_queued_again(slurm, tmp_path, code, is_queued):
     done = slurm(JOB_SCRIPTS["slurm"](job(program(tmp_path, f"sys.exit({code})"), max_restarts=0)))
@@ -280,6 +283,7 @@ def test_the_trainjob_manifest_says_what_kubeflow_trainer_needs():
     assert "--max-restarts" not in trainer["command"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", YAML)
 def test_the_command_in_the_manifest_is_one_that_runs(tmp_path, name):
     path = program(tmp_path, "print(json.dumps(sys.argv[1:]))")
@@ -292,6 +296,7 @@ def test_the_command_in_the_manifest_is_one_that_runs(tmp_path, name):
 IMAGE = "registry#team/image:1"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mounts", [None, "/data:/data:ro,/a b:/c"])
 def test_the_slurm_script_starts_the_supervisors_in_a_container(slurm, tmp_path, mounts):
     path = program(tmp_path, "print(os.environ['LOCKSTEP_SECRET_FILE'])")
@@ -345,6 +350,7 @@ def test_a_container_needs_a_script_that_starts_one(options, message, capsys):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_skypilot_task_runs_the_program_on_each_node(tmp_path):
     path = program(tmp_path, "print(json.dumps([os.environ['TF_CONFIG'], sys.argv[1:]]))")
     text = JOB_SCRIPTS["skypilot"](job(path, max_restarts=3))

@@ -11,6 +11,7 @@ from lockstep.launch.rank_assignment import ProcessName
 from tests.launch.launching import program, run, started
 
 
+@pytest.mark.slow
 def test_bytes_of_any_kind_arrive_as_they_are(tmp_path):
     """Invalid UTF-8, escape sequences, and no newline at the end."""
     path = program(tmp_path, r"sys.stdout.buffer.write(b'\xff\x00\x1b[1m \xc3\xa4\n\ntail')")
@@ -37,6 +38,7 @@ def test_long_lines_are_shown_in_pieces_and_logged_whole(tmp_path):
     assert max(map(len, lines)) < 70_000
 
 
+@pytest.mark.slow
 def test_the_beginning_of_a_line_is_shown_when_its_end_does_not_come(tmp_path):
     code = "print('waiting …', end='', flush=True); wait_for(lambda: is_there('go')); print(' done')"
     with started(program(tmp_path, code)) as supervisor:

@@ -78,6 +78,7 @@ def test_libraries_are_looked_for_where_the_user_says_first(tmp_path):
     assert all(folder.is_dir() for folder in folders)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
 def test_workers_start_with_it(tmp_path):
     names = "GLIBC_TUNABLES", "LD_PRELOAD", "LOCKSTEP_KEEP_MEMORY"

@@ -96,6 +96,7 @@ def test_addresses_that_no_variable_can_hold_are_left_out():
         assert resolve(variables).group().coordinator == addresses[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("restarted", [0, 1])
 def test_nodes_that_restart_on_their_own_meet_whatever_each_has_restarted(restarted):
     environments = []

@@ -14,6 +14,7 @@ from tests.launch.launching import program, run, started, text_of, wait_for_mess
 GENERATION = "generation = int(os.environ['LOCKSTEP_GENERATION'])\n"
 
 
+@pytest.mark.slow
 def test_all_workers_start_again_with_new_ports_until_the_work_is_done(tmp_path):
     code = GENERATION + "print(json.dumps([generation, os.environ['TF_CONFIG']]))\nsys.stdout.flush()\n"
     code += (
@@ -30,6 +31,7 @@ def test_all_workers_start_again_with_new_ports_until_the_work_is_done(tmp_path)
     assert "lockstep run: restart 1 of 3 in 1 s.\n" in done.stderr
 
 
+@pytest.mark.slow
 def test_the_last_failure_stands_last_and_gives_the_code(tmp_path):
     done = run("--max-restarts", 1, program(tmp_path, GENERATION + "raise ValueError(f'in generation {generation}')"))
     assert done.returncode == 13
@@ -54,6 +56,7 @@ def test_a_run_that_was_asked_to_end_does_not_start_again(tmp_path):
     assert "restart" not in messages
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("code", "is_over"), [(75, True), (4, False)])
 def test_workers_that_have_saved_before_a_preemption_do_not_start_again(tmp_path, code, is_over):
     handler = f"signal.signal(signal.SIGUSR1, lambda *_: sys.exit({code} if rank else 75))\n"
@@ -68,6 +71,7 @@ def test_workers_that_have_saved_before_a_preemption_do_not_start_again(tmp_path
     assert ("restart" in messages) != is_over
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_the_pause_before_a_restart_can_be_ended(tmp_path, number):
     with started("--max-restarts", 9, program(tmp_path, "sys.exit(4)")) as supervisor:
@@ -93,6 +97,7 @@ def test_only_the_last_worker_starts_again_when_the_job_is_about_to_end(monkeypa
     assert again == names[:1] * started
 
 
+@pytest.mark.slow
 def test_log_files_of_all_generations_are_kept(tmp_path):
     code = GENERATION + "print('generation', generation); sys.exit(1 - generation)"
     done = run("--max-restarts", 1, "--log-dir", tmp_path / "logs", program(tmp_path, code))

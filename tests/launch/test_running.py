@@ -26,6 +26,7 @@ def lines_of(done, rank):
     return [line.removeprefix(prefix) for line in done.stdout.splitlines() if line.startswith(prefix)]
 
 
+@pytest.mark.slow
 def test_each_line_says_which_worker_printed_it(tmp_path):
     done = run("-n", 3, program(tmp_path, "print('out', rank); print('err', rank, file=sys.stderr)"))
     assert done.returncode == 0, done.stderr

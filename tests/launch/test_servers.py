@@ -47,6 +47,7 @@ def messages_of(done):
     return [line.removeprefix("lockstep run: ") for line in done.stderr.splitlines()[1:]]
 
 
+@pytest.mark.slow
 def test_each_process_is_told_who_is_who_and_has_a_name(tmp_path):
     names = ("CUDA_VISIBLE_DEVICES", "LOCKSTEP_GENERATION", "JAX_PLATFORMS", "LOCKSTEP_SECRET")
     others = {"RANK": "3", "WORLD_SIZE": "8", "MASTER_ADDR": "a", "LOCKSTEP_COORDINATOR": "b:1", "TF_CONFIG": "{}"}
@@ -107,6 +108,7 @@ def test_a_lost_worker_is_started_again_alone_and_the_others_continue(tmp_path, 
     assert first == second != ""
 
 
+@pytest.mark.slow
 def test_worker_without_restarts_stays_away(tmp_path):
     path = job_of(tmp_path, f"if {part('worker', 0)}: os.kill(os.getpid(), signal.SIGKILL)", chief=GO)
     done = run_and_release(tmp_path, "continue without it", "--workers", 2, "--servers", 1, path)
@@ -116,6 +118,7 @@ def test_worker_without_restarts_stays_away(tmp_path):
     assert line.endswith("); the other processes continue without it.")
 
 
+@pytest.mark.slow
 def test_job_without_workers_fails_with_the_code_of_the_first(tmp_path):
     path = job_of(
         tmp_path,
@@ -133,6 +136,7 @@ def test_job_without_workers_fails_with_the_code_of_the_first(tmp_path):
     assert done.stderr.endswith("worker 0 ended with exit code 5. Its last lines:\n\nmy last words\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("job", "name", "end", "code"),
     diagonal_first(
@@ -150,6 +154,7 @@ def test_no_other_process_can_be_spared(tmp_path, job, name, end, code):
     assert done.stderr.rpartition("lockstep run: ")[2].startswith(f"{name} ")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("job", ["ps", "chief"])
 def test_those_who_end_because_of_another_are_not_the_cause(tmp_path, job):
     path = program(
@@ -161,6 +166,7 @@ def test_those_who_end_because_of_another_are_not_the_cause(tmp_path, job):
     assert done.stderr.rpartition("lockstep run: ")[2].startswith("ps 0 " if job == "ps" else "chief ")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("end", "code"), [("raise ValueError('mine')", 13), ("sys.exit(2)", 2)])
 def test_what_starting_again_cannot_change_in_a_worker_ends_the_job(tmp_path, end, code):
     done = run(
@@ -200,6 +206,7 @@ def test_who_does_not_end_when_the_chief_is_done_is_ended(tmp_path):
     ]
 
 
+@pytest.mark.slow
 def test_a_failure_when_all_was_done_is_told_and_does_not_count(tmp_path):
     code = "if task['type'] == 'chief': write('pid', str(os.getpid())); time.sleep(0.3); sys.exit()\n"
     code += f"if {part('worker')}: sys.exit()\n"  # Before the chief, which is fine.
@@ -209,6 +216,7 @@ def test_a_failure_when_all_was_done_is_told_and_does_not_count(tmp_path):
     assert messages_of(done) == ["ps 0 ended with exit code 6, after the job was done."]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_lost_worker_does_not_start_again_when_the_job_is_asked_to_end(tmp_path, number):
     died = f"if {part('worker', 0)}: os._exit(9)"
@@ -237,6 +245,7 @@ def ask_to_save(folder, handler, before="", restarts=1):
     return supervisor.returncode, messages
 
 
+@pytest.mark.slow
 def test_those_who_have_saved_do_not_start_again_though_a_worker_was_lost_before(tmp_path):
     died = f"if {part('worker')} and not is_there('died'): write('died'); os._exit(9)"
     code, messages = ask_to_save(tmp_path, "sys.exit(75)", died, restarts=2)
@@ -244,6 +253,7 @@ def test_those_who_have_saved_do_not_start_again_though_a_worker_was_lost_before
     assert "restart 2 of 2" not in messages
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("restarts", [0, 1])
 def test_a_worker_that_has_saved_is_not_lost_while_the_chief_still_saves(tmp_path, restarts):
     begin = f"if {part('worker')}: write('pid', str(os.getpid()))"
@@ -281,5 +291,6 @@ def test_options_that_do_not_go_with_servers_are_refused(words, message, capsys)
     assert capsys.readouterr().err.startswith(f"lockstep run: {message}")
 
 
+@pytest.mark.slow
 def test_one_node_may_be_named(tmp_path):
     assert run("--workers", 1, "--servers", 1, "--nnodes", 1, job_of(tmp_path)).returncode == 0

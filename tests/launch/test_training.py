@@ -53,6 +53,7 @@ model.fit(np.ones((8, 4)), np.ones((8, 1)), batch_size=8, validation_data=Valida
 """
 
 
+@pytest.mark.slow
 def test_the_names_of_variables_are_those_that_strategies_read(tmp_path):
     assert GENERATION in RankAssignment(0, 0, 1, 1, 0, 1, "a:1", None).variables(0)
     path = program(tmp_path, f"print(os.environ.get('{SECRET}', 'none'))")
@@ -65,6 +66,7 @@ def test_the_names_of_variables_are_those_that_strategies_read(tmp_path):
     assert done.stdout == "[worker 0] none\n"
 
 
+@pytest.mark.slow
 def test_a_program_without_a_strategy_is_told_that_each_worker_ran_it(tmp_path):
     code = 'os.environ["KERAS_BACKEND"] = "jax"\nimport keras\n'
     line = "the program has made no strategy, so each of the 2 workers ran it by itself. Fix: "

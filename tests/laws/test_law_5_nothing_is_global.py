@@ -70,6 +70,7 @@ jax.config.update("jax_num_cpu_devices", 2)  # raises where JAX has started
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
 
 
+@pytest.mark.slow
 def test_without_a_backend_for_keras_the_error_says_what_to_set():
     program = """
 import importlib, os, sys
@@ -94,6 +95,7 @@ for name in ("callbacks", "config", "datasets", "experimental"):
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
 
 
+@pytest.mark.slow
 def test_a_model_remembers_its_strategy_outside_of_the_scope_and_after_compile():
     strategy = Topology(2, 2).strategy()
     with strategy.scope():
@@ -105,11 +107,13 @@ def test_a_model_remembers_its_strategy_outside_of_the_scope_and_after_compile()
     assert devices_of(model) == 2
 
 
+@pytest.mark.slow
 def test_fit_inside_the_scope_works_too():
     with Topology(3, 2).strategy().scope():
         assert_trained_like_one_device(compiled())
 
 
+@pytest.mark.slow
 def test_built_in_the_scope_and_compiled_outside():
     with Topology(2, 2).strategy().scope():
         model = network()
@@ -117,6 +121,7 @@ def test_built_in_the_scope_and_compiled_outside():
     assert devices_of(model) == 2
 
 
+@pytest.mark.slow
 def test_built_outside_and_compiled_in_the_scope():
     model = network()
     with Topology(2, 2).strategy().scope():
@@ -125,6 +130,7 @@ def test_built_outside_and_compiled_in_the_scope():
     assert devices_of(model) == 2
 
 
+@pytest.mark.slow
 def test_built_and_compiled_outside_and_used_in_the_scope():
     model = compiled()
     with Topology(2, 2).strategy().scope():
@@ -142,6 +148,7 @@ class OwnFit(keras.Sequential):
         return super().fit(*args, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [keras.Sequential, OwnFit])
 def test_the_first_fit_in_the_scope_has_the_hooks_of_the_strategy(kind, tmp_path):
     model = compiled(kind(network().layers))
@@ -222,6 +229,7 @@ def test_four_strategies_in_one_process():
     assert [devices_of(model) for model in models] == [1, 2, 3, 1]
 
 
+@pytest.mark.slow
 def test_scopes_of_one_strategy_may_be_nested():
     strategy = Topology(2, 2).strategy()
     with strategy.scope() as outer, strategy.scope() as inner:
@@ -240,6 +248,7 @@ def test_scopes_of_two_strategies_cannot_be_nested():
         pass
 
 
+@pytest.mark.slow
 def test_a_model_of_one_strategy_cannot_be_used_in_the_scope_of_another():
     with Topology(2, 2).strategy().scope():
         model = compiled()
@@ -255,6 +264,7 @@ def test_compiling_a_model_of_one_strategy_in_the_scope_of_another_is_refused():
         compiled(model)
 
 
+@pytest.mark.slow
 def test_scopes_may_close_in_any_order():
     strategy = Topology(2, 2).strategy()
     first, second = strategy.scope(), strategy.scope()
@@ -289,6 +299,7 @@ def test_a_scope_in_a_thread_that_has_the_context_of_a_scope_is_one_for_compiled
     assert found == [1.0]
 
 
+@pytest.mark.slow
 def test_a_step_may_call_a_model_of_another_strategy():
     """A teacher in a host callback: the lock for starting a step must be reentrant."""
     with Topology(1, 1).strategy().scope():
@@ -358,6 +369,7 @@ def test_clear_session_breaks_nothing():
     assert devices_of(model) == 2
 
 
+@pytest.mark.slow
 def test_an_unreferenced_model_is_freed():
     strategy = Topology(2, 1).strategy()
 
@@ -382,6 +394,7 @@ def test_another_thread_does_not_see_the_scope():
     assert devices_of(made[0]) == 1
 
 
+@pytest.mark.slow
 def test_two_threads_train_at_the_same_time():
     def work(replicas, results):
         with Topology(replicas, 2).strategy().scope():
@@ -403,6 +416,7 @@ def test_two_threads_train_at_the_same_time():
             assert_close(value, theirs, 2e-5, name)  # 15 steps, at 1e-6 a step, and Adam's first ones magnify
 
 
+@pytest.mark.slow
 def test_threads_that_trace_replicas_at_the_same_time_leave_models_as_they_were():
     strategy = Topology(2, 2).strategy()
     with strategy.scope():

@@ -173,6 +173,7 @@ def test_the_lengths_of_a_batch_are_named():
         network().train_on_batch(X[:6], Y[:5])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("failure", [ValueError("no more"), KeyboardInterrupt()])
 def test_an_input_that_fails_in_the_middle_loses_nothing(failure):
     def batches():
@@ -213,12 +214,14 @@ def test_a_class_that_makes_its_own_function_is_refused():
         Own()
 
 
+@pytest.mark.slow
 def test_a_sparse_batch_is_named_as_what_it_is():
     sparse = jax.experimental.sparse.BCOO.fromdense(X)
     with pytest.raises(lockstep.InputError, match="A sparse array cannot be split into replicas yet"):
         network().predict_on_batch(sparse)
 
 
+@pytest.mark.slow
 def test_a_model_that_is_not_compiled_runs_on_the_first_device_and_says_so(caplog):
     with caplog.at_level("INFO", logger="lockstep"), lockstep.MirroredStrategy(["cpu:2", "cpu:1"]).scope():
         model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)], name="net")

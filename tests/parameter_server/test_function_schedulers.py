@@ -75,6 +75,7 @@ def test_a_strategy_has_one_coordinator_under_both_names(chief):
     assert lockstep.ClusterCoordinator(chief()) is not coordinator
 
 
+@pytest.mark.slow
 def test_join_without_scheduled_functions_returns_at_once(chief):
     coordinator = lockstep.ClusterCoordinator(chief())
     coordinator.join()
@@ -94,6 +95,7 @@ def test_synchronous_training_is_for_fit(chief):
         lockstep.ClusterCoordinator(chief(max_staleness=0)).schedule(print)
 
 
+@pytest.mark.slow
 def test_a_missing_process_is_named(chief):
     strategy = chief()
     with strategy.scope():

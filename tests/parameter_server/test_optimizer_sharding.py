@@ -167,6 +167,7 @@ def test_splitting_and_joining_optimizer_state_keeps_its_bits(name, place):
     assert_same_bits(state.join(state.split(values)), values)
 
 
+@pytest.mark.slow
 def test_optimizer_state_goes_to_servers_and_back():
     made = OPTIMIZERS["Adam"]
     one = OnOneDevice(made)

@@ -365,6 +365,7 @@ def test_a_row_that_was_not_pulled_is_nan():
         np.testing.assert_array_equal(np.asarray(found), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("count", "partitioner"), [(1, None), (2, FixedShardsPartitioner(2))])
 def test_bytes_are_those_of_the_rows(count, partitioner):
     model = made(plain)

@@ -162,6 +162,7 @@ def lose_server(task):
     raise ClusterError("ps 0 at a:1 was lost while this process waited.", PEER_LOST)
 
 
+@pytest.mark.slow
 def test_a_server_that_the_last_worker_has_lost_is_named_at_the_chief():
     with ServedDispatcher(timeout_seconds=0.5) as served:
         served.start(1, lose_server)
@@ -172,6 +173,7 @@ def test_a_server_that_the_last_worker_has_lost_is_named_at_the_chief():
         assert caught.value.exit_code == PEER_LOST
 
 
+@pytest.mark.slow
 def test_a_lost_server_is_forgotten_when_another_worker_finishes_a_task():
     with ServedDispatcher(timeout_seconds=0.5) as served:
         served.start(1, lose_server)
@@ -336,6 +338,7 @@ def test_a_chief_that_answers_and_does_nothing_is_named_after_the_limit(wait, wo
         assert caught.value.exit_code == NO_PROGRESS
 
 
+@pytest.mark.slow
 def test_a_chief_that_makes_steps_is_waited_for():
     clock, answers = Clock(), []
     with ServedDispatcher(clock=clock) as served:
@@ -658,6 +661,7 @@ def with_a_task_after_a_long_time_of_the_script(clock):
     return dispatcher, worker
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_poll", [False, True])
 def test_the_time_limit_of_a_wait_begins_with_the_wait(is_poll):
     clock = Clock()
@@ -675,6 +679,7 @@ def test_the_time_limit_of_a_wait_begins_with_the_wait(is_poll):
         dispatcher.wait_until(lambda: setattr(clock, "now", clock.now + 500))
 
 
+@pytest.mark.slow
 def test_the_time_limit_holds_for_a_loop_over_done():
     clock = Clock()
     dispatcher, _ = with_a_task_after_a_long_time_of_the_script(clock)
@@ -686,6 +691,7 @@ def test_the_time_limit_holds_for_a_loop_over_done():
         poll()
 
 
+@pytest.mark.slow
 def test_each_finished_task_restarts_the_time_limit():
     clock = Clock()
     dispatcher, worker = opened(long_seconds=600, clock=clock), session(1)

@@ -185,6 +185,7 @@ def test_replicas_of_all_workers_draw_different_numbers(devices):
     assert len(drawn) == sum(devices)
 
 
+@pytest.mark.slow
 def test_a_history_of_any_size_comes_to_all_processes(monkeypatch):
     history = keras.callbacks.History()
     history.history, history.epoch = {"matrix": [np.ones((800, 800))] * 2, "number": [1j]}, [0]

@@ -108,6 +108,7 @@ def test_all_variables_are_on_the_parameter_device_and_no_other_keeps_any(home):
     assert not weights_elsewhere(home, before)
 
 
+@pytest.mark.slow
 def test_the_optimizer_makes_its_variables_there():
     _, model = made()
     places = []
@@ -134,6 +135,7 @@ def programs(monkeypatch):
     return sent
 
 
+@pytest.mark.slow
 def test_gradients_and_updates_are_compiled_with_the_options_of_all_steps(monkeypatch):
     found, jit = [], jax.jit
 
@@ -159,6 +161,7 @@ def test_the_optimizers_variables_are_sent_nowhere(programs, home):
         assert {array.is_deleted() for array in trainable} == {home == "cpu:4"}
 
 
+@pytest.mark.slow
 def test_optimizer_variables_that_a_step_reads_are_sent(programs):
     _, model = made(optimizer=keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam()))
     model.fit(X, Y, batch_size=8, verbose=0)
@@ -182,6 +185,7 @@ def test_weights_are_sent_once_for_all_batches_that_do_not_change_them(monkeypat
     assert len(sent) == len(SHAPES) * times
 
 
+@pytest.mark.slow
 def test_a_saved_model_loads_anywhere(tmp_path):
     _, model = made()
     model.fit(X, Y, verbose=0)
@@ -195,6 +199,7 @@ def saved(model):
     return [np.asarray(variable.value) for variable in [*model.variables, *model.optimizer.variables]]
 
 
+@pytest.mark.slow
 def test_self_check_passes_and_changes_nothing():
     strategy, model = made()
     model.optimizer.build(model.trainable_variables)
@@ -204,6 +209,7 @@ def test_self_check_passes_and_changes_nothing():
         np.testing.assert_array_equal(ours, theirs)
 
 
+@pytest.mark.slow
 def test_a_custom_loop_reads_the_variables_on_the_parameter_device():
     strategy, model = made()
     model.fit(X, Y, verbose=0)
@@ -306,6 +312,7 @@ def test_a_step_that_cannot_be_cut_before_its_update_is_refused_and_loses_nothin
         np.testing.assert_array_equal(ours, theirs)
 
 
+@pytest.mark.slow
 def test_an_update_inside_jit_is_found():
     (_, ours), (_, theirs) = made(kind=Jitted), made()
     for model in ours, theirs:

@@ -75,6 +75,7 @@ def test_variables_are_sharded_by_the_rules_when_they_are_made(who):
     assert [len(parts(one)) for one in model.get_layer("down").weights] == [2, 1]
 
 
+@pytest.mark.slow
 @BOTH
 def test_variables_of_the_optimizer_are_sharded_like_those_of_the_model(who):
     with scope_of(who):
@@ -85,6 +86,7 @@ def test_variables_of_the_optimizer_are_sharded_like_those_of_the_model(who):
     assert (found["up_kernel_momentum"], found["down_kernel_velocity"], found["last_kernel_momentum"]) == (2, 2, 1)
 
 
+@pytest.mark.slow
 @BOTH
 def test_numbers_are_those_of_one_device(who):
     with scope_of(who):
@@ -92,6 +94,7 @@ def test_numbers_are_those_of_one_device(who):
     np.testing.assert_allclose(found, fit(network()), rtol=1e-5)
 
 
+@pytest.mark.slow
 @BOTH
 def test_a_rule_that_equals_the_path_comes_before_patterns(who):
     with scope_of(who, {"up/kernel": (None, "model"), ".*kernel": (None, None)}):
@@ -139,6 +142,7 @@ def test_a_rule_without_a_match_is_silent_in_keras_and_named_here(caplog):
     assert "variable 'up/kernel' (0.062 MiB) is whole on each device: no rule matches it" in caplog.text
 
 
+@pytest.mark.slow
 def test_an_axis_that_the_mesh_does_not_divide_is_an_error_in_keras_and_whole_here(caplog):
     with pytest.raises(ValueError, match="evenly divide"), scope_of(KERAS):
         network(hidden=255)
@@ -156,6 +160,7 @@ def test_an_axis_that_the_mesh_lacks_is_refused_in_a_layout_map_and_in_rules():
         lockstep.ModelParallelStrategy({"batch": 2, "model": 2}, rules, devices=CPUS)
 
 
+@pytest.mark.slow
 def test_a_batch_that_the_mesh_does_not_divide_is_an_error_in_keras_and_exact_here():
     with scope_of(KERAS), pytest.raises(ValueError, match="evenly divide"):
         fit(network(), rows=15, batch_size=7)

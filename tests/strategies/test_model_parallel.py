@@ -254,6 +254,7 @@ def test_set_from_host_puts_a_shard_on_each_device_and_the_whole_on_none(monkeyp
     assert len({str(shard.index) for shard in kernel.value.addressable_shards}) == 2
 
 
+@pytest.mark.slow
 @in_one_process
 def test_a_layout_can_be_edited_and_given_back():
     strategy, model, history = trained()
@@ -449,6 +450,7 @@ def test_nothing_is_shown_of_what_a_model_warns_of_in_the_trace_for_the_layout(r
     assert [str(one.message) for one in recwarn] == []
 
 
+@pytest.mark.slow
 def test_a_variable_that_a_model_has_no_more_is_forgotten():
     """A new one could get its id, and with it its axes."""
     strategy = lockstep.ModelParallelStrategy({"data": 1, "model": 2}, devices=CPUS[:2])
@@ -461,6 +463,7 @@ def test_a_variable_that_a_model_has_no_more_is_forgotten():
     assert set(strategy._shardings_of(model)._axes) == {id(variable) for variable in model.variables}
 
 
+@pytest.mark.slow
 def test_variables_of_one_path_keep_the_layouts_of_their_optimizer():
     """Models that are built apart have paths without a prefix."""
 
@@ -504,6 +507,7 @@ def test_a_layout_map_is_taken_as_it_is(caplog):
     np.testing.assert_allclose(history["loss"], trained()[2]["loss"], rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rows", "spec"), [(4, ("device", "model")), (3, (None, "model"))])
 def test_a_rule_may_shard_what_a_layer_returns(rows, spec):
     strategy, model, _ = train(layout=MEGATRON | {"up/output": ("data", "model")}, epochs=1)
@@ -558,6 +562,7 @@ def test_law_m3_a_rule_that_does_not_fit_is_an_error_before_training(rules, says
         strategy.layout(model)
 
 
+@pytest.mark.slow
 def test_law_m3_a_large_variable_without_a_rule_is_named(caplog):
     with caplog.at_level("INFO", "lockstep"):
         train(layout={"up/kernel": (None, "model"), "up/bias": ("model",)}, epochs=1)
@@ -591,6 +596,7 @@ def test_law_m5_self_check_compares_a_step_with_one_device(monkeypatch):
         strategy.self_check(model, x, y)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "layout"),
     [
@@ -671,6 +677,7 @@ def test_blocks_that_the_layout_leaves_whole_are_recomputed_too(mesh, layout):
     assert program.count("remat2[") == 2  # The two layers with large variables.
 
 
+@pytest.mark.slow
 def test_variables_sharded_over_rows_are_gathered_once_a_step():
     strategy, model, _ = train((4, 1), epochs=1, **SHARDED)
     found = collectives(compiled_text(strategy, model, 8))
@@ -710,6 +717,7 @@ def test_run_computes_with_shards_as_one_replica():
     np.testing.assert_allclose(strategy.gather(found, axis=0), model(rows, training=False), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [1, 2])
 def test_uneven_rows_of_an_embedding_have_the_gradient_of_one_device(width):
     """XLA adds the padding of the last shard to entry 0, if it is given rows that a mesh of two axes does not divide."""
@@ -729,6 +737,7 @@ def test_uneven_rows_of_an_embedding_have_the_gradient_of_one_device(width):
         np.testing.assert_allclose(ours, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [8, pytest.param(9, id="uneven")])
 def test_convolutions_of_grouped_channels_have_the_gradients_of_one_device(rows):
     """XLA multiplies them by the size of the model axis (jaxlib 0.10.2)."""
@@ -751,6 +760,7 @@ def test_convolutions_of_grouped_channels_have_the_gradients_of_one_device(rows)
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_scanned_steps_have_the_numbers_of_single_steps(monkeypatch):
     def fit(steps):
         strategy = lockstep.ModelParallelStrategy({"data": 2, "model": 2}, devices=CPUS)
@@ -805,6 +815,7 @@ def test_every_kind_of_input_gives_the_numbers_of_arrays():
             np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6, err_msg=kind)
 
 
+@pytest.mark.slow
 def test_variables_that_a_model_gets_later_are_laid_out_before_its_next_step():
     strategy, model, _ = train(epochs=1)
     with strategy.scope():
@@ -817,6 +828,7 @@ def test_variables_that_a_model_gets_later_are_laid_out_before_its_next_step():
     assert not np.array_equal(np.asarray(model.get_layer("up").lora_kernel_b), before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [7, 8])
 def test_a_rule_for_an_output_shards_no_rows_unevenly(rows):
     x, y = np.random.default_rng(0).integers(1, 20, (rows, 6)), np.arange(6 * rows).reshape(rows, 6) % 3

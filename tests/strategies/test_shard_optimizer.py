@@ -62,6 +62,7 @@ def train(**options):
     return model
 
 
+@pytest.mark.slow
 def test_each_device_holds_its_part_of_the_optimizer_and_all_of_the_weights():
     plain, sliced = train(), train(shard="optimizer")
     whole = sum(variable.value.nbytes for variable in plain.optimizer.variables)
@@ -94,6 +95,7 @@ def test_slices_are_whole_tiles_of_a_tpu_if_an_axis_allows_it(shape, axis):
     assert lockstep.MirroredStrategy([f"cpu:{device}" for device in range(4)])._placement.slice_axis(shape) == axis
 
 
+@pytest.mark.slow
 def test_axis_of_the_slices_does_not_change_a_bit(monkeypatch):
     def trained():
         keras.utils.set_random_seed(0)
@@ -113,6 +115,7 @@ def test_axis_of_the_slices_does_not_change_a_bit(monkeypatch):
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.slow
 def test_a_saved_model_has_the_whole_optimizer(tmp_path):
     model = train(shard="optimizer")
     model.save(tmp_path / "model.keras")

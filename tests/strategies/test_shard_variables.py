@@ -68,6 +68,7 @@ def test_law_1_holds_for_evaluate_predict_and_single_batches(shard_all, options)
     assert_same(run(case, Topology(3, 2, options)), reference(case), case.relative)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [SHARDED, RECOMPUTED], ids=["sharded", "recomputed"])
 def test_a_layer_that_is_called_twice_keeps_the_state_of_both_calls(shard_all, options):
     def moving_mean(strategy):
@@ -100,6 +101,7 @@ class Counts(layers.Layer):
         return ops.matmul(x, ops.transpose(ops.convert_to_tensor(self.read())))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [SHARDED, RECOMPUTED, SHARDED | {"recompute": lambda layer: True}],
@@ -350,6 +352,7 @@ def test_variables_are_sharded_when_they_are_made_and_when_they_are_loaded(tmp_p
     np.testing.assert_array_equal(np.asarray(kernel.value), weights[0])
 
 
+@pytest.mark.slow
 def test_a_step_shards_variables_that_are_older_than_the_scope_and_leaves_metrics_whole():
     model = keras.Sequential([keras.Input((64,)), layers.Dense(128, name="hidden"), layers.Dense(64, name="last")])
     with lockstep.MirroredStrategy(["cpu:0", "cpu:1"], **SHARDED).scope():
@@ -391,6 +394,7 @@ def compiled_step(strategy, model, rows=8):
     return step.compile_for(*state_and_batch(strategy, model, rows))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [4, 3])
 @pytest.mark.parametrize(("options", "times"), [(SHARDED, 1), (RECOMPUTED, 2)], ids=["sharded", "recomputed"])
 def test_a_step_gathers_each_sharded_variable_where_it_is_used_and_scatters_each_of_their_gradients(
@@ -454,6 +458,7 @@ def test_one_line_names_the_large_variables_that_stay_whole(caplog):
     assert note.count("/short' (7, 7, 7, 7, 7)") == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shard", ["variables", "optimizer"])
 def test_sizes_that_the_devices_do_not_divide_are_sharded_with_padding(shard, tmp_path):
     with lockstep.MirroredStrategy([f"cpu:{number}" for number in range(3)], shard=shard).scope():
@@ -485,6 +490,7 @@ def test_a_custom_loop_gathers_a_variable_with_padding_once_a_call(monkeypatch):
     assert (len(gathered), float(found)) == (1, 65 * 67)
 
 
+@pytest.mark.slow
 def test_what_is_not_finite_is_found_with_shards_with_padding():
     def message(shard):
         keras.backend.clear_session()  # The message names layers.
@@ -502,6 +508,7 @@ def test_what_is_not_finite_is_found_with_shards_with_padding():
     assert "row 4" in found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_a_loss_reads_variables_with_padding_of_another_model(deterministic):
     def trained(scope):

@@ -73,6 +73,7 @@ def test_the_first_fit_is_handed_over_with_its_line_and_the_script_ends_there(sc
     assert ".fit(" in (BUILD + code).splitlines()[int(line) - 1]
 
 
+@pytest.mark.slow
 def test_what_it_would_have_done_can_be_done(script):
     path, histories = script(BUILD + STRATEGY), []
     run_until_fit(path, ["2"], lambda found: histories.append(found.fit(*found.args, **found.kwargs, verbose=0)))

@@ -84,7 +84,6 @@ def naive(model, strategy, rows):
     return (size - found.alias_size_in_bytes) * (len(strategy.devices) if strategy else 1)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", ["one device", *(pytest.param(k, marks=pytest.mark.slow) for k in ("plain Keras", "two devices"))]
 )
@@ -135,6 +134,7 @@ def test_few_rows_and_many_replicas():
     assert powers_of_two(40, 12) == [16, 32, 40]
 
 
+@pytest.mark.slow
 def test_batch_size_finder_handles_a_lack_of_memory_and_raises_other_errors():
     model = model_of(STRATEGIES["plain Keras"]())
     found = lockstep.batch_size_finder(model, X, Y, batch_sizes=[8], steps=1)

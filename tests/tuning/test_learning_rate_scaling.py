@@ -194,12 +194,14 @@ def resumed(stop, folder=None):
     return rates, [np.asarray(variable).tobytes() for variable in [*model.variables, *model.optimizer.variables]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop", [3, 5, 8], ids=["in the warm-up", "later in it", "after it"])
 def test_scaling_resumes_with_the_same_bits(stop, whole, tmp_path):
     assert resumed(stop, tmp_path)[0] == []
     assert resumed(None, tmp_path) == whole
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Your input ran out of data")
 @pytest.mark.parametrize("rows", [3 * BATCH, 3 * BATCH + 1], ids=["even", "a last batch of one row"])
 def test_scaling_resumes_between_epochs_that_share_a_pass(rows, tmp_path):

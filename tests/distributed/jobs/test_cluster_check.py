@@ -64,6 +64,7 @@ def test_run_cluster_check_ends_at_a_hanging_worker_whose_peer_raised():
     assert [one.workers for one in measured] == [(0, 1)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["wrong", "raises", "hangs"])
 def test_the_pair_that_fails_is_named(kind):
     never = threading.Event()

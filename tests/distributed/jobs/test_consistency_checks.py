@@ -105,6 +105,7 @@ def test_a_port_of_jax_that_a_worker_does_not_reach():
     assert f"at {address}: Connection refused. Fix: open a port for it" in str(raised.value)
 
 
+@pytest.mark.slow
 def test_more_workers_reach_the_port_of_jax_than_its_backlog_holds(monkeypatch):
     def open_with_a_short_backlog(*arguments):
         listener = open_listener(*arguments)

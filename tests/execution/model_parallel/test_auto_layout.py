@@ -166,6 +166,7 @@ def test_a_vocabulary(tied):
     assert found["block_1_down/kernel"] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [True, False])
 def test_an_odd_vocabulary_stays_whole_and_the_blocks_are_sharded(tied):
     found = choices(*language_model(509, tied))
@@ -245,6 +246,7 @@ def recurrent(layer):
     return model, np.random.default_rng(0).normal(size=(8, 12, 32)).astype("float32")
 
 
+@pytest.mark.slow
 def test_collectives_in_a_loop_count_as_often_as_it_runs():
     found = choices(*recurrent(layers.LSTM))
     assert axes(found) == {"lstm_cell/kernel": 1, "lstm_cell/recurrent_kernel": 1, "lstm_cell/bias": 0}
@@ -338,6 +340,7 @@ COMPILED = {
 EVERY_DAY = ("odd_mlp", "block_with_three_heads", "tied", "separable")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in EVERY_DAY else pytest.mark.nightly) for name in COMPILED]
 )
@@ -360,6 +363,7 @@ def test_a_transformer_block_has_one_all_reduce_for_each_half():
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("made", [mixture_of_experts, lambda: recurrent(layers.LSTM), bottleneck])
 def test_results_are_those_of_one_device(made):
     model, inputs = made()

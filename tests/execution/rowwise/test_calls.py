@@ -118,6 +118,7 @@ def test_large_model_compiles_equal_replicas_of_a_cpu_once_with_the_same_results
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [2, 3])
 def test_warnings_appear_as_often_as_with_plain_keras(replicas):
     def warnings_of(scope):

@@ -74,6 +74,7 @@ def test_a_line_names_operation_layer_and_line_of_code(caplog):
     assert "sub works on a sum over the rows, layer 'centred', test_fallback.py:" in line
 
 
+@pytest.mark.slow
 def test_numbers_that_are_drawn_with_a_parameter_of_each_row_belong_to_rows(caplog):
     (line,) = lines_of(caplog, ReversedGamma())
     assert "rev reverses" in line

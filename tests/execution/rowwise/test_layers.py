@@ -197,6 +197,7 @@ def test_a_layer_that_mixes_rows_is_named(layer, shape):
     assert layer.name in str(place) or isinstance(layer, layers.AugMix)  # Another program for each number of rows.
 
 
+@pytest.mark.slow
 def test_equalization_mixes_rows():
     """One histogram for all rows; Keras (3.15) builds no functional model with it."""
     (place,) = dependences_of_function(layers.Equalization(value_range=(0, 1)).call, batch_of(PICTURE))

@@ -259,6 +259,7 @@ def test_a_gradient_that_is_zero_where_the_loss_has_none_is_split(backward, capl
     assert "runs on the global batch" not in caplog.text
 
 
+@pytest.mark.slow
 def test_what_is_the_same_on_each_replica_is_not_averaged(caplog):
     """Weights of three sevenths and four sevenths do not add up to 1 in floating point."""
     caplog.set_level("INFO", "lockstep")

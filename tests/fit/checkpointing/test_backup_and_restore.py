@@ -24,6 +24,7 @@ from lockstep.checkpoint.store import CheckpointStore
 from lockstep.data.process_group import ProcessGroup
 from lockstep.fit.checkpointing import fit_checkpoint, model_state
 from lockstep.fit.checkpointing.fit_checkpoint import ResumedRun
+from tests.support.marks import every_pair
 
 from .runs import BreakOff, BrokenOffError, Run, Shuffled, data, drawing, whole
 
@@ -82,6 +83,7 @@ def test_a_call_for_fewer_epochs_keeps_the_position_of_the_run(tmp_path):
     assert Run(tmp_path).fit() == whole()
 
 
+@pytest.mark.slow
 def test_a_validation_that_cannot_be_resumed_is_told_and_no_error(tmp_path, caplog):
     def drawn():  # The shuffling of the training draws in between.
         return {"validation_data": drawing(), "validation_steps": 2}
@@ -92,6 +94,7 @@ def test_a_validation_that_cannot_be_resumed_is_told_and_no_error(tmp_path, capl
     assert "the metrics of validations may not be those of an uninterrupted run: The generator 'drawing'" in caplog.text
 
 
+@pytest.mark.slow
 def test_the_state_is_not_written_back_between_the_steps_of_a_validation(tmp_path):
     model, (x, y), are_synced = Run(None).model(), data(), []
     note = keras.callbacks.LambdaCallback()
@@ -204,6 +207,7 @@ def test_another_run_is_refused_with_both_sides(changed, message, tmp_path):
     assert CheckpointStore(tmp_path).steps() == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("then", "now"), [("float32", "bfloat16"), ("bfloat16", "float32")])
 def test_variables_of_another_dtype_are_refused_with_both(then, now, tmp_path):
     def trained(dtype, epochs):
@@ -221,6 +225,7 @@ def test_variables_of_another_dtype_are_refused_with_both(then, now, tmp_path):
     assert trained(then, 2) == [0, 1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("named", [False, True])
 def test_other_layers_that_are_frozen_are_refused(named, tmp_path):
     def trained(frozen, epochs, are_new=True):
@@ -242,6 +247,7 @@ def test_other_layers_that_are_frozen_are_refused(named, tmp_path):
     assert trained(0, 3, are_new=False) == [0, 1, 2]
 
 
+@pytest.mark.slow
 def test_a_position_within_a_call_of_several_steps_is_refused(tmp_path):
     assert Run(tmp_path, options={"save_freq": 1}).fit(stop=4) is None
     with pytest.raises(
@@ -275,6 +281,7 @@ def test_fit_with_a_distributed_data_set_repeats_its_hooks_when_it_resumes(own, 
     assert run(tmp_path).fit() == expected
 
 
+@pytest.mark.slow
 def test_other_data_are_refused(tmp_path):
     x, y = data()
     Run(tmp_path).fit(4)
@@ -350,6 +357,7 @@ def test_a_metric_of_several_results_is_kept(tmp_path):
     assert again.heard[0] == (1, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("form", "name"),
     [
@@ -379,6 +387,7 @@ def test_a_metric_whose_results_are_no_json_is_kept(form, name, stop, tmp_path):
     assert jax.tree.map(float, found[name]) == jax.tree.map(float, expected[name])
 
 
+@pytest.mark.slow
 def test_a_disk_that_fails_costs_checkpoints_and_no_training(tmp_path, caplog, monkeypatch):
     caplog.set_level(logging.INFO, "lockstep")
 
@@ -422,6 +431,7 @@ def test_two_of_them_are_refused(tmp_path):
         model.fit(x, y, callbacks=backups, verbose=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rate", [0.01, 0.5])
 def test_a_changed_learning_rate_that_is_not_used_is_told(rate, tmp_path, caplog):
     caplog.set_level("INFO", "lockstep")
@@ -431,6 +441,7 @@ def test_a_changed_learning_rate_that_is_not_used_is_told(rate, tmp_path, caplog
     assert caplog.text.count(line) == (2 if rate == 0.5 else 0)
 
 
+@pytest.mark.slow
 def test_data_with_hooks_that_have_two_uses_are_told(tmp_path, caplog):
     caplog.set_level("INFO", "lockstep")
     for both in (False, True):
@@ -506,6 +517,7 @@ def test_a_loop_that_has_another_number_of_replicas_says_so(tmp_path, caplog):
         assert ("had 2 replicas and now has 3" in caplog.text) is (replicas == 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["threefry2x32", "rbg"])
 def test_keys_of_random_numbers_in_a_loop_go_on(kind, tmp_path):
     strategy = lockstep.MirroredStrategy(["cpu:0", "cpu:1"])
@@ -554,6 +566,7 @@ class Marks(keras.callbacks.Callback):
         self.is_first = False
 
 
+@pytest.mark.slow
 def test_what_has_not_changed_since_the_begin_is_not_what_an_epoch_that_is_begun_anew_makes_of_it(tmp_path):
     heard = []
     assert Run(tmp_path, epochs=1).fit(stop=3, callbacks=[Marks(heard)]) is None
@@ -587,6 +600,7 @@ def test_a_variable_in_the_logs_costs_nothing_of_the_history(stop, tmp_path):
     assert len(history.history["loss"]) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("append", [False, True])
 def test_a_log_that_a_resumed_run_has_emptied_is_told_once(append, tmp_path, caplog):
     caplog.set_level(logging.INFO, "lockstep")
@@ -698,6 +712,7 @@ class Best(keras.callbacks.Callback):
         self.tell((self.best, self.table is not None and self.table.tolist()))
 
 
+@pytest.mark.slow
 def test_state_of_an_earlier_call_of_the_run_that_a_later_one_does_not_change_comes_back(tmp_path):
     left, options = [], {"save_freq": 2, "extend": True}
     callback = Best(left)
@@ -735,6 +750,7 @@ class Boosted(Shuffled):
         return x * np.float32(self.shared["scale"]), y, self.weights[: len(x)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop", [6, 8], ids=["between two epochs", "in the middle of an epoch"])
 def test_data_and_program_see_what_they_share_with_callbacks(stop, tmp_path):
     def trained(folder, **options):
@@ -775,6 +791,7 @@ def test_a_last_call_with_fewer_steps_counts_as_many_as_it_has(tmp_path):
     assert CheckpointStore(tmp_path).steps() == [5, 10]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop", [2, 4, 5])  # within an epoch, and before and after the end of a pass
 def test_calls_of_several_steps_that_do_not_divide_an_epoch_go_on_at_the_same_rows(tmp_path, stop):
     def left(folder, stop=None):
@@ -793,6 +810,7 @@ def test_calls_of_several_steps_that_do_not_divide_an_epoch_go_on_at_the_same_ro
     assert left(tmp_path) == left(None)
 
 
+@pytest.mark.slow
 def test_the_arrays_of_a_checkpoint_are_not_kept_once_they_are_set(tmp_path, monkeypatch):
     read, kept, before, alive = StoredArrays.__getitem__, [], [], []
 
@@ -870,6 +888,7 @@ def left_by(rows, folder=None, stop=None, callbacks=(), **given):
         return np.concatenate(model.get_weights(), axis=None).tobytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop", [3, 7, 10])  # in the first epoch, at its end, in the second one
 @pytest.mark.parametrize("kind", [TurnsAtTheBegin, ShufflesAtTheEnd])
 def test_hooks_of_a_dataset_run_as_often_in_a_resumed_run(kind, stop, tmp_path):
@@ -888,6 +907,7 @@ def test_an_order_that_a_callback_sets_goes_on_in_the_middle_of_an_epoch(workers
     assert left(tmp_path) == left()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_distributed", [False, True])
 @pytest.mark.parametrize("stop", [5, 6])
 def test_threads_read_no_batch_of_the_next_epoch_before_its_hooks(stop, is_distributed, tmp_path):
@@ -964,10 +984,16 @@ def after_calls(given, *calls, is_built=True):
     return np.concatenate(model.get_weights(), axis=None).tobytes()
 
 
-@pytest.mark.parametrize("is_built", [True, False])
-@pytest.mark.parametrize(("stop", "save_freq"), [(1, 100), (3, 2), (7, 1)])
-@pytest.mark.parametrize("kind", [kind for kind in SEVERAL_CALLS if kind != "arrays in passes"])
-def test_a_second_call_is_resumed_on_data_that_the_first_has_used(kind, stop, save_freq, is_built, tmp_path):
+SAVE_FREQ = {1: 100, 3: 2, 7: 1}  # for a stop after each of these steps
+
+
+@pytest.mark.parametrize(
+    ("kind", "stop", "is_built"),
+    every_pair([kind for kind in SEVERAL_CALLS if kind != "arrays in passes"], SAVE_FREQ, [True, False]),
+)
+def test_a_second_call_is_resumed_on_data_that_the_first_has_used(kind, stop, is_built, tmp_path):
+    save_freq = SAVE_FREQ[stop]
+
     def left(stop=None, backup=True):
         callbacks = [BackupAndRestore(tmp_path / name, save_freq) if backup else None for name in "ab"]
         return after_calls(SEVERAL_CALLS[kind](), (2, callbacks[0], None), (2, callbacks[1], stop), is_built=is_built)
@@ -1010,6 +1036,7 @@ def test_data_that_have_been_used_beyond_a_checkpoint_are_named(tmp_path, caplog
     assert "ShufflesByItself: its hooks at the beginning and end of epochs have run 1 times more" in caplog.text
 
 
+@pytest.mark.slow
 def test_other_workers_are_told_when_a_checkpoint_is_read_and_when_its_end_is_waited_for(tmp_path, monkeypatch):
     """They wait as long as for compiling then: a large checkpoint may take minutes."""
     told, heard = [], []

@@ -61,6 +61,7 @@ def end_after(steps, numbers):
         raise EndedError
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("version", [path.name for path in sorted(DATA.iterdir())])
 def test_what_an_earlier_version_has_kept_goes_on(version, tmp_path):
     shutil.copytree(DATA / version, tmp_path / "run")

@@ -67,7 +67,6 @@ MOMENTS = {
         ),
     ],
 )
-@pytest.mark.slow
 def test_it_stops_with_a_checkpoint_and_goes_on_with_the_same_bits(kind, moment, tmp_path, caplog):
     method, number, step = MOMENTS[moment]
     first = Run(tmp_path, kind, options=RARELY)

@@ -14,6 +14,7 @@ from lockstep.fit.monitoring.flops import PEAKS, flops_of_step, peak_of
 from lockstep.tools.plan.hardware import known_accelerators
 
 
+@pytest.mark.slow
 def test_the_operations_of_a_step_are_those_of_its_matrices():
     class Seen(keras.callbacks.Callback):
         def on_epoch_end(self, epoch, logs):
@@ -42,6 +43,7 @@ def test_a_step_is_counted_as_plain_keras_has_it(monkeypatch):
     assert asked == [{"backend": "cpu"}]  # The plugins of accelerators do not count.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [keras.layers.LSTM, keras.layers.GRU, keras.layers.SimpleRNN])
 def test_a_loop_counts_as_often_as_it_runs(kind):
     """The same layer without a loop is the reference; of the other rounds of the loop only matrix products are counted."""
@@ -101,6 +103,7 @@ def test_operations_are_unknown_if_only_an_accelerator_has_them():
     assert flops_of(Fused(), (64,), (32, 64)) is None
 
 
+@pytest.mark.slow
 def test_convolutions_in_a_loop_are_counted():
     layer, shape = keras.layers.ConvLSTM2D(8, 3, padding="same", recurrent_activation="linear"), (16, 16, 4)
     once, often = (

@@ -107,6 +107,7 @@ def fits_the_schema(body):
     return status
 
 
+@pytest.mark.slow
 def test_progress_and_logs_of_a_run_are_reported(trainjob):
     server = trainjob()
     history = fit(built(devices=2), KubeflowProgress())
@@ -118,6 +119,7 @@ def test_progress_and_logs_of_a_run_are_reported(trainjob):
     assert values == {name: pytest.approx(value[-1], rel=1e-5) for name, value in history.items()}
 
 
+@pytest.mark.slow
 def test_updates_come_during_the_run_and_with_the_token_of_the_moment(trainjob, tmp_path, monkeypatch):
     monkeypatch.setattr(exporters, "_INTERVAL", 0.05)
     server = trainjob()
@@ -134,6 +136,7 @@ def test_updates_come_during_the_run_and_with_the_token_of_the_moment(trainjob, 
     assert 50 in [status["progressPercentage"] for status in during]
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_is_not_reported_as_complete(trainjob):
     server = trainjob()
 
@@ -145,6 +148,7 @@ def test_a_run_that_fails_is_not_reported_as_complete(trainjob):
     assert fits_the_schema(server.updates[-1].body)["progressPercentage"] == 50
 
 
+@pytest.mark.slow
 def test_a_server_that_refuses_is_reported_once_and_training_continues(trainjob, caplog):
     caplog.set_level("INFO", "lockstep")
     trainjob(status=403)
@@ -153,6 +157,7 @@ def test_a_server_that_refuses_is_reported_once_and_training_continues(trainjob,
     assert line.endswith('failed: 403 {"message": "Forbidden"}. Training continues.')
 
 
+@pytest.mark.slow
 def test_a_server_with_another_certificate_gets_no_token(trainjob, caplog, tmp_path, monkeypatch):
     caplog.set_level("INFO", "lockstep")
     server = trainjob()
@@ -162,6 +167,7 @@ def test_a_server_with_another_certificate_gets_no_token(trainjob, caplog, tmp_p
     assert "certificate verify failed" in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -186,6 +192,7 @@ def test_without_a_server_nothing_is_sent_and_a_line_says_why(trainjob, changes,
     assert not server.updates
 
 
+@pytest.mark.slow
 def test_other_workers_than_the_chief_send_nothing(trainjob):
     server = trainjob()
     progress = KubeflowProgress()
@@ -196,6 +203,7 @@ def test_other_workers_than_the_chief_send_nothing(trainjob):
     assert not server.updates
 
 
+@pytest.mark.slow
 def test_a_resumed_run_reports_from_its_position(trainjob, tmp_path):
     server = trainjob()
     fit(built(), BackupAndRestore(tmp_path / "run"), epochs=1)

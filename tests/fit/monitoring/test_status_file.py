@@ -137,6 +137,7 @@ def test_a_fit_without_them_has_no_timer(tmp_path):
     assert model._lockstep_functions.hooks is hooks
 
 
+@pytest.mark.slow
 def test_looking_at_a_run_needs_no_keras_and_no_backend(tmp_path):
     """Keras without a backend wants TensorFlow, and who looks from another shell has not said one."""
     fit(built(), BackupAndRestore(tmp_path))

@@ -41,6 +41,7 @@ def test_steps_that_are_compiled_do_not_count():
     assert timer.progress.total == 4
 
 
+@pytest.mark.slow
 def test_a_second_fit_measures_all_steps_unless_the_model_is_compiled_again():
     model, monitor = built(), ThroughputMonitor()
     measured = []
@@ -117,6 +118,7 @@ def test_weights_and_logs_are_those_without_it():
         assert one.tobytes() == other.tobytes()
 
 
+@pytest.mark.slow
 def test_a_slow_input_is_what_steps_wait_for():
     class Slow(keras.utils.PyDataset):
         def __len__(self):

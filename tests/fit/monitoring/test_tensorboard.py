@@ -176,6 +176,7 @@ class Stop(keras.callbacks.Callback):
             raise InterruptedError
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at", [3, 5, 8])
 def test_a_run_that_goes_on_has_each_step_once(tmp_path, at):
     whole, broken = tmp_path / "whole", tmp_path / "broken"
@@ -334,6 +335,7 @@ def test_an_event_is_what_the_protocol_says(tmp_path):
     assert [one.size for one in second.tensor.tensor_shape.dim] == [30, 3]
 
 
+@pytest.mark.slow
 def test_a_profile_lies_where_tensorboard_looks(tmp_path, caplog):
     caplog.set_level("INFO", "lockstep")
     fit(built(), TensorBoard(tmp_path, profile_batch=(3, 4)))
@@ -360,6 +362,7 @@ class Failed:
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED")
 
 
+@pytest.mark.slow
 def test_a_profile_ends_where_its_step_fails(tmp_path):
     for number in range(2):
         profile = StepProfiler(1, 2, tmp_path / str(number), print)
@@ -377,6 +380,7 @@ def test_a_folder_that_cannot_be_written_is_told_once(tmp_path, caplog):
     assert caplog.text.count("nothing more is written") == 1
 
 
+@pytest.mark.slow
 def test_a_file_that_cannot_be_read_when_a_run_goes_on_is_told_once(tmp_path, caplog):
     caplog.set_level("INFO", "lockstep")
     fit(built(), BackupAndRestore(tmp_path), epochs=1)

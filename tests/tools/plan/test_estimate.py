@@ -147,6 +147,7 @@ def test_operations_of_a_model_for_batches_of_one_size_are_counted():
     assert found.flops_per_row > 4 * 64 * 64
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["replicated", "variables", "model"])
 def test_a_stateful_model_for_batches_of_one_size_is_planned_for_this_size(strategy):
     """Its layers refuse to be built for another number of rows; steps of another size fail."""

@@ -351,6 +351,7 @@ def few_rows(most):
     return Few()
 
 
+@pytest.mark.slow
 def test_a_check_keeps_what_could_be_measured_and_says_why_the_rest_was_not(monkeypatch):
     model = keras.Sequential([keras.Input((8,)), few_rows(16), keras.layers.Dense(1)])
     model.compile("sgd", "mse")

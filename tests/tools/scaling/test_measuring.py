@@ -94,6 +94,7 @@ def test_measuring_trains_exactly_what_fit_trains():
     assert "512 of 600 rows are used: whole batches only" in one.notes
 
 
+@pytest.mark.slow
 def test_plain_keras_is_measured_too_and_what_is_held_out_is_not_trained_on():
     with override_devices(0):
         strategy = lockstep.MirroredStrategy(["cpu:0", "cpu:1"])
@@ -143,6 +144,7 @@ def test_a_fit_of_the_models_own_and_validation_without_end_are_understood():
     assert one.curve[-1].rows == 576
 
 
+@pytest.mark.slow
 def test_weights_of_classes_and_several_steps_in_one_call_are_measured_as_they_train():
     x, y = data()
     keras.utils.set_random_seed(5)
@@ -159,6 +161,7 @@ def test_weights_of_classes_and_several_steps_in_one_call_are_measured_as_they_t
     assert sum(one.blocks) > 0
 
 
+@pytest.mark.slow
 def test_a_run_that_would_pass_its_limit_stops_and_says_so():
     with override_devices(1):
         one = measure(found(build(), *data()), ScalingSetting(1, 32), Budget(epochs=10_000, limit=1.0))
@@ -230,6 +233,7 @@ def test_which_way_is_better_is_told_from_the_name():
     assert is_higher_better("score_accuracy", outputs=("value", "score"))
 
 
+@pytest.mark.slow
 def test_several_outputs_without_metrics_are_compared_by_the_whole_loss():
     inputs = keras.Input((8,))
     model = keras.Model(inputs, {name: keras.layers.Dense(1, name=name)(inputs) for name in ("score", "value")})
