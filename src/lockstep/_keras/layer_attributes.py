@@ -32,9 +32,14 @@ def _attribute_leaves(layers: Iterable[keras.Layer], kinds: tuple[type, ...]) ->
         for layer in layers
         for name, value in vars(layer).items()
         if isinstance(value, (*kinds, list, tuple, dict))
-        for number, leaf in enumerate(keras.tree.flatten(value))
+        for number, leaf in enumerate(_leaves(value))
         if isinstance(leaf, kinds)
     }
+
+
+def _leaves(value: Any) -> list[Any]:
+    # Most attributes are no trees, and there are thousands of them.
+    return keras.tree.flatten(value) if isinstance(value, (list, tuple, dict)) else [value]
 
 
 def changed_numbers(before: dict[AttributeLeaf, Any], after: dict[AttributeLeaf, Any]) -> dict[AttributeLeaf, Any]:
@@ -57,7 +62,7 @@ def attributes_kept(model: keras.Layer) -> Iterator[None]:
     Layers that are built meanwhile keep theirs: that happens once.
     """
     before = [
-        (layer, name, value, keras.tree.flatten(value), layer.built)
+        (layer, name, value, _leaves(value), layer.built)
         for layer in model._flatten_layers()
         for name, value in vars(layer).items()
         if value is None or isinstance(value, (*_LEAVES, list, tuple, dict))
@@ -73,7 +78,7 @@ def attributes_kept(model: keras.Layer) -> Iterator[None]:
 def _restore(layer: keras.Layer, name: str, value: Any, leaves: list[Any]) -> None:
     """Give an attribute its earlier ``value``, or a tree of the same size its earlier ``leaves``, if it has other numbers or arrays."""
     now = vars(layer)[name]
-    found = keras.tree.flatten(now)
+    found = _leaves(now)
     changed = [isinstance(new, _LEAVES) and new is not old for new, old in zip(found, leaves, strict=False)]
     if not any(changed):
         return
