@@ -454,6 +454,18 @@ class KeepsHidden(Subclassed):
         return ops.mean(ops.square(ops.one_hot(y, 3) - y_pred)) + own + ops.sum(columns) + ops.max(self.last)
 
 
+class WeightOfTheLoss(Subclassed):
+    """Its calls use no trainable weight: no result of their backward pass depends on a value."""
+
+    def __init__(self):
+        super().__init__()
+        self.hidden.trainable = self.out.trainable = False
+        self.scale = self.add_weight(shape=(3,), initializer="ones", name="scale")
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        return ops.mean(ops.square(ops.one_hot(y, 3) - self.scale * y_pred))
+
+
 class OwnLoss(Subclassed):
     def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
         return ops.mean(ops.square(ops.one_hot(y, 3) - y_pred)) + 0.1 * ops.mean(ops.abs(x))
@@ -748,6 +760,7 @@ CASES = [
     Case("validation_split", mlp, classes, {"validation_split": 0.3}),
     Case("one_row", mlp, lambda rng: classes(rng, rows=1)),
     Case("last_batch_of_one", mlp, lambda rng: classes(rng, rows=9)),
+    Case("weight_of_the_loss", lambda: compiled(WeightOfTheLoss()), classes),
 ]
 
 

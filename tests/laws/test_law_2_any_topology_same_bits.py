@@ -215,7 +215,7 @@ OTHER = [
         "float8",
     ),
     *("dicts", "tuples", "subclassed_and_built_by_fit", "own_train_step", "own_compute_loss", "frozen_and_recompiled"),
-    "loss_of_what_the_call_has_kept",
+    *("loss_of_what_the_call_has_kept", "weight_of_the_loss"),
     *("steps_per_execution", "run_eagerly", "one_row", "last_batch_of_one", "lstm_masked", "class_weight"),
 ]
 

@@ -66,8 +66,13 @@ class PerDeviceProgram:
 
     def __init__(self, function: Callable[..., list[Any]], placement: Placement, donated: Sequence[int] = ()) -> None:
         self._placement = placement
-        options = compiler_options(placement.platform)
-        self._program = jax.jit(function, donate_argnums=tuple(donated), compiler_options=options)
+        # JAX runs a program where its values are. It must keep one where no result depends on any.
+        self._program = jax.jit(
+            function,
+            donate_argnums=tuple(donated),
+            keep_unused=True,
+            compiler_options=compiler_options(placement.platform),
+        )
         self._compiled: set[int] = set()
         self._lock = threading.Lock()
 
