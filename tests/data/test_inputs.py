@@ -293,11 +293,32 @@ def test_a_generator_may_write_each_batch_into_the_same_memory():
     assert order.epochs[0].tolist() == list(range(20 * BATCH))
 
 
+ENDED = "has no batch, or has been used up"
+
+
 def test_a_generator_that_has_ended_is_not_started_again():
     model, order = counting(Topology(2, 1))
-    with pytest.raises(lockstep.InputError, match="generator 'generator' has no batch, or has been used up"):
+    with pytest.raises(lockstep.InputError, match=f"generator 'generator' {ENDED}"):
         model.fit(Counted(cut(*data())).generator(), epochs=2, shuffle=False, verbose=0, callbacks=[order])
     assert [list(epoch) for epoch in order.epochs] == [list(range(ROWS))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_distributed", [False, True])
+def test_an_epoch_without_a_batch_has_no_results_of_no_step(is_distributed):
+    def ended():
+        batches = (batch for batch in cut(*data()))
+        return strategy.experimental_distribute_dataset(batches) if is_distributed else batches
+
+    strategy, model = lockstep.MirroredStrategy(["cpu:0"], replicas=2), counting(Topology(2, 1))[0]
+    x, y = data()
+    for call in (
+        lambda: model.fit(ended(), epochs=2, steps_per_epoch=len(cut(x, y)), verbose=0),
+        lambda: model.fit(x, y, epochs=2, validation_data=ended(), verbose=0),
+        lambda: [model.evaluate(same, verbose=0) for same in [ended()] * 2],
+    ):
+        with pytest.raises(lockstep.InputError, match=ENDED):
+            call()
 
 
 def test_a_generator_yields_tuples():

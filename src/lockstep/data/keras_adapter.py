@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from lockstep._errors import InputError
 from lockstep._keras import trainer
 from lockstep.data.indexed_batches import IndexedBatches, UnreadBatchCounter, run_epoch_hook
 from lockstep.data.input_bound import WaitMeter
@@ -99,6 +100,7 @@ class KerasInput(trainer.DataAdapter):
         self._resumed_pass: ResumableIterator | None = None  # the pass that Keras gets next
         self.meter = WaitMeter()
         self.rows: int | None = None
+        self._taken_at_begin = 0  # batches that were taken before this epoch
         self.epoch_hooks: list[EpochHook] = []
         self._earlier_hooks: tuple[EpochHook, ...] = ()  # of the run that is resumed, as far as they were not repeated
         self._skips_hooks = False  # whether hooks that come before training begins have run in this process
@@ -139,9 +141,21 @@ class KerasInput(trainer.DataAdapter):
             self._run_hook("begin")
         if self._pass:
             self._limit_pass(self._pass)
+        self._taken_at_begin = self.total_taken
 
     def on_epoch_end(self) -> None:
-        """End an epoch."""
+        """End an epoch.
+
+        Raises:
+            InputError: it had no batch, as those of a generator were used up before: Keras would log results of no step.
+        """
+        has_ended = self._pass is not None and self._pass.has_ended  # else Keras has only looked at the first batch
+        is_empty = self._taken_at_begin == self.total_taken and not self._resume.steps
+        if has_ended and is_empty and not self._source.restarts:
+            raise InputError(
+                f"The {self.name} has no batch, or has been used up: a generator can be gone through once. Fix: make a new one, "
+                "pass steps_per_epoch to share it among epochs, or write a keras.utils.PyDataset."
+            )
         ran_before = self._ran_before_resume("end")
         self._resume = replace(self._resume, steps=0)
         if self._tracking is not _Tracking.AWAITING_STATE and not ran_before:

@@ -255,7 +255,6 @@ class GeneratorSource(_LeftoverSource):
     def __init__(self, generator: "GeneratorType[Any, None, None]", pending: Pending) -> None:
         super().__init__(f"generator {generator.__name__!r}", generator, pending)
         self._generator = generator
-        self._yielded = bool(pending)
 
     def _made(self) -> Iterator[Any]:
         for batch in self._generator:
@@ -264,18 +263,7 @@ class GeneratorSource(_LeftoverSource):
                     f"The {self.name} must yield tuples: (inputs,), (inputs, targets) or (inputs, targets, sample_weights). "
                     f"It yielded a {type(batch).__name__}."
                 )
-            self._yielded = True
             yield batch
-        if not self._yielded:
-            raise InputError(
-                f"The {self.name} has no batch, or has been used up: a generator can be gone through once. Fix: make a new one, "
-                "pass steps_per_epoch to share it among epochs, or write a keras.utils.PyDataset."
-            )
-        self._yielded = False  # The next pass, if there is one, is empty.
-
-    def give_back(self, batches: list[Any]) -> None:
-        super().give_back(batches)
-        self._yielded = self._yielded or bool(batches)
 
 
 class DatasetSource(_UserCodeSource):
