@@ -18,7 +18,7 @@ KERNEL, BIAS = np.arange(12, dtype=np.float32).reshape(3, 4), np.asarray([True, 
 def told(arrays, placement):
     said = []
     check = DriftCheck(SimpleNamespace(agree=lambda topic, value: said.append(value)), placement)
-    check(1, ["kernel", "bias"], arrays)
+    check("after step 1", [SimpleNamespace(path=path) for path in ("kernel", "bias")], arrays)
     return said
 
 
@@ -26,7 +26,7 @@ def told(arrays, placement):
 def test_an_eager_step_leaves_its_values_on_one_device_and_they_are_compared(devices):
     placement = placement_on(jax.devices()[:devices], devices)
     expected = told(placement.put([KERNEL, BIAS]), placement)
-    assert list(expected[0]) == ["kernel", "bias"]
+    assert list(expected[0]) == ["0 kernel", "1 bias"]
     assert told([jax.device_put(array, jax.devices()[0]) for array in (KERNEL, BIAS)], placement) == expected
     assert told(placement.put([KERNEL + 1, BIAS]), placement) != expected
 

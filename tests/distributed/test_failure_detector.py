@@ -14,7 +14,7 @@ from lockstep.distributed.control.failure_detector import (
     make_failure,
 )
 from lockstep.distributed.control.handshake import Peer
-from lockstep.distributed.control.heartbeat import WAITING, WorkerStatus
+from lockstep.distributed.control.heartbeat import AT_END_OF_FIT, WAITING, WorkerStatus
 from lockstep.distributed.control.limits import Limits
 
 LIMITS = Limits(timeout=60, long=1800)
@@ -136,6 +136,21 @@ def test_nobody_waits_long_for_a_worker_that_has_come_to_its_end():
     assert seen(a_status(0, 8, "step", 1), a_status(1, 7, "step", 9, left=True)) is None
     assert seen(a_status(0, 8, "data", 4), a_status(1, 7, "step", 9, left=True)) is None
     assert seen(a_status(0, 8, "step", 4), a_status(1, 8, "step", 9, left=True)) is None
+
+
+def test_nobody_waits_long_for_a_worker_that_has_come_to_the_end_of_fit():
+    ended = a_status(1, 7, AT_END_OF_FIT, 9)
+    for activity in ("step", "data"):  # A step is begun before those before it have ended.
+        assert seen(a_status(0, 8, activity, 4), ended) == (FailureKind.LEFT, 1)
+    assert seen(a_status(0, 8, "step", 1), ended) is None
+    assert seen(a_status(0, 8, "step", 4), replace(ended, heard=NOW - 4)) is None  # It may have gone on meanwhile.
+    assert seen(a_status(0, 7, "step", 4), ended) is None
+    assert seen(a_status(0, 8, "step", 4), a_status(1, 7, WAITING + "x", 9)) is None
+    reads = [a_status(0, 7, "data", 4), ended]
+    assert find_failure(NOW, reads, LIMITS, [({0}, [1])]).sentence.endswith(
+        "ended fit after step 7; worker 0 waits for it with its next batch."
+    )
+    assert find_failure(NOW, reads, LIMITS, [({1}, [0])]) is None  # The barrier alone: it may find the end of its data.
 
 
 def test_a_worker_that_is_stuck_is_not_excused_by_a_silence():

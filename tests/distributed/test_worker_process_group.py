@@ -128,7 +128,7 @@ def test_each_compilation_is_reported_also_after_a_second_compile():
     reported = []
     client = SimpleNamespace(report=lambda step, activity: reported.append(activity))
     strategy = lockstep.MirroredStrategy(["cpu:0"])
-    strategy._step_hooks = (worker_process_group.ProgressReporter(client, strategy._placement, check_every=0),)
+    strategy._step_hooks = (worker_process_group.ProgressReporter(client, None, check_every=0),)
     with strategy.scope():
         model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
     x, y = np.ones((4, 2)), np.ones((4, 1))

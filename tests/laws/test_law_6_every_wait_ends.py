@@ -121,6 +121,17 @@ def test_a_worker_that_exits_in_the_middle_keeps_its_code_and_is_named(job, leav
     assert_no_process_is_left(processes)
 
 
+@pytest.mark.parametrize("stops", [0, pytest.param(1, marks=pytest.mark.nightly)])
+def test_a_worker_whose_callback_stops_the_training_is_named_soon(job, stops):
+    processes = train(job, timeout=LONG, faulty=stops, does="stop the training")
+    ends(processes, 13, SOON)
+    sentence = (
+        f"worker {stops} of 2 ({HOST}, process {processes[stops].pid}) ended fit after step 5; worker {1 - stops} waits"
+    )
+    for process in processes:
+        assert sentence in last_line(process)
+
+
 @pytest.mark.parametrize(
     "leaves", [pytest.param(1, marks=pytest.mark.slow), pytest.param(0, marks=pytest.mark.nightly)]
 )
@@ -164,12 +175,14 @@ def test_a_worker_that_never_starts_is_named(job, missing):
         assert f"worker {missing} of 3" in last_line(process)
 
 
-@pytest.mark.parametrize("check_every", [10])
-def test_a_weight_that_drifts_is_found_by_the_next_check_and_named(job, check_every):
-    processes = train(job, timeout=LONG, faulty=1, does="change a weight", check_every=check_every)
+@pytest.mark.parametrize(
+    ("options", "when"), [({"check_every": 10}, "after step 10"), ({"steps": 8}, "at the end of fit")]
+)
+def test_a_weight_that_drifts_is_found_by_the_next_check_and_named(job, options, when):
+    processes = train(job, timeout=LONG, faulty=1, does="change a weight", **options)
     ends(processes, 13, SOON)
     for process in processes:
         assert (
-            f"The workers do not agree on 'the checksums of the variables after step {check_every}': worker 1 of 2 ({HOST}, "
+            f"The workers do not agree on 'the checksums of the variables {when}': worker 1 of 2 ({HOST}, "
             f"process {processes[1].pid}) differs in '3 sequential/out/bias': it has "
         ) in last_line(process)

@@ -21,6 +21,7 @@ from jax import lax
 from lockstep._keras import trainer
 from lockstep._keras.variable_placement import stored_value
 from lockstep._logging import CancelledError, listed
+from lockstep._padded_array import PaddedArray
 from lockstep._version import used_versions
 from lockstep.data.resumable_iterator import digest_of_batch
 from lockstep.devices.placement import Placement, is_spread
@@ -173,12 +174,17 @@ class DriftCheck:
         self._client, self._placement = client, placement
         self._sums = PerDeviceProgram(lambda arrays: [jnp.stack([_checksum(array) for array in arrays])], placement)
 
-    def __call__(self, step: int, names: Sequence[str], arrays: Sequence[Any]) -> None:
-        """Compare the variables of all devices and workers; they are replicated over the devices, or after an eager step on one of this process.
+    def __call__(self, when: str, variables: Sequence[keras.Variable], arrays: Sequence[Any]) -> None:
+        """Compare the variables, which have the values ``arrays``, of all devices and workers: those that are replicated over the devices, or
+        after an eager step on one of this process.
 
         Raises:
             ClusterError: they differ; it names the worker and the variable, on every worker.
         """
+        whole = {f"{n} {v.path}": x for n, (v, x) in enumerate(zip(variables, arrays, strict=True)) if _is_whole(x)}
+        if not whole:
+            return
+        names, arrays = list(whole), list(whole.values())
         values = [to_per_device(array, self._placement) for array in arrays]
         places = [place for place in self._placement.local_indices if all(value[place] is not None for value in values)]
         (sums,) = self._sums(values, places=places)
@@ -187,7 +193,11 @@ class DriftCheck:
             name: column[0] if len(set(column)) == 1 else list(column)
             for name, column in zip(names, columns, strict=True)
         }
-        self._client.agree(f"the checksums of the variables after step {step}", own)
+        self._client.agree(f"the checksums of the variables {when}", own)
+
+
+def _is_whole(array: Any) -> bool:
+    return not isinstance(array, PaddedArray) and array.is_fully_replicated
 
 
 def _checksum(array: jax.Array) -> jax.Array:

@@ -30,7 +30,7 @@ from lockstep._keras.patches import (
     patched,
 )
 from lockstep._keras.trainer import variables_of
-from lockstep._keras.variable_placement import whole_values
+from lockstep._keras.variable_placement import stored_value, whole_values
 from lockstep.collectives.base import fill_packs
 from lockstep.data import fit_wrapper
 from lockstep.data.keras_adapter import KerasInput
@@ -38,7 +38,7 @@ from lockstep.data.process_group import ProcessGroup
 from lockstep.devices.placement import DEVICE_AXIS, Placement, is_rows
 from lockstep.distributed.consistency import BatchComparison, DriftCheck, compare_batch, describe_model
 from lockstep.distributed.control.control_client import MAIN, ControlClient
-from lockstep.distributed.control.heartbeat import WorkerStatus
+from lockstep.distributed.control.heartbeat import END_OF_FIT, WorkerStatus
 from lockstep.distributed.control.transport import as_text
 from lockstep.execution.step_hooks import StepHook
 
@@ -55,10 +55,10 @@ _CHUNK = 1 << 22  # Numbers of 4 bytes of one sum.
 
 
 class WorkerProcessGroup(ProcessGroup):
-    """Coordinates the calls of all workers, besides the steps."""
+    """Coordinates the calls of all workers, besides the steps; ``drift``, if there is one, compares the variables at the end of ``fit``."""
 
-    def __init__(self, client: ControlClient, placement: Placement) -> None:
-        self._client, self._placement, self._inputs = client, placement, count(1)
+    def __init__(self, client: ControlClient, placement: Placement, drift: DriftCheck | None = None) -> None:
+        self._client, self._placement, self._drift, self._inputs = client, placement, drift, count(1)
         self.processes, self.process = client.group.workers, client.group.index
 
     @contextmanager
@@ -86,9 +86,15 @@ class WorkerProcessGroup(ProcessGroup):
             try:
                 yield
                 if call == "fit":
-                    self._client.barrier("the end of fit")  # Files that the chief writes in callbacks are complete.
+                    self._end_fit(model)
             finally:
                 self.end_steps()
+
+    def _end_fit(self, model: keras.Model) -> None:
+        self._client.barrier(END_OF_FIT)  # Files that the chief writes in callbacks are complete.
+        if self._drift:
+            variables = _variables_in_order(model)
+            self._drift("at the end of fit", variables, [stored_value(variable) for variable in variables])
 
     def end_steps(self) -> None:
         self._client.report_program()
@@ -314,9 +320,8 @@ class ProgressReporter(StepHook):
     steps; 0: never.
     """
 
-    def __init__(self, client: ControlClient, placement: Placement, check_every: int) -> None:
-        self._client, self._check_every = client, check_every
-        self._check = DriftCheck(client, placement)
+    def __init__(self, client: ControlClient, drift: DriftCheck | None, check_every: int) -> None:
+        self._client, self._drift, self._check_every = client, drift, check_every
         self._steps = self._trained = 0
         self._seen: WeakKeyDictionary[Any, set[Any]] = WeakKeyDictionary()
 
@@ -336,15 +341,17 @@ class ProgressReporter(StepHook):
 
     def on_step_end(self, model: keras.Model, kind: str, state: Any, logs: Any) -> None:
         self._client.report(self._steps, "step")
-        if kind != "train" or not self._check_every:
+        if kind != "train" or not self._drift:
             return
         self._trained += 1
         if self._trained == 1 or self._trained % self._check_every == 0:
-            variables = [variable for part in variables_of(model) for variable in part]
             arrays = [array for part in state for array in part]
-            names = [f"{n} {x.path}" for n, x in enumerate(variables)]
-            whole = [pair for pair in zip(names, arrays, strict=True) if pair[1].is_fully_replicated]
-            self._check(self._trained, *map(list, zip(*whole, strict=True)))
+            self._drift(f"after step {self._trained}", _variables_in_order(model), arrays)
+
+
+def _variables_in_order(model: keras.Model) -> list[keras.Variable]:
+    """Return the variables in the order of a state of training."""
+    return [variable for part in variables_of(model) for variable in part]
 
 
 def _kind(leaf: Any) -> Any:

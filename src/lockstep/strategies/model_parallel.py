@@ -67,7 +67,8 @@ class ModelParallelStrategy(WorkerStrategy):
         cluster_resolver: as in :class:`MultiWorkerMirroredStrategy`.
         communication_options: only ``timeout_seconds``, the limit of every wait for another worker, 60 by default.
         input_options: how batches reach the devices.
-        check_every: number of training steps from one comparison of the variables that all workers have as a whole to the next; 0: never.
+        check_every: number of training steps from one comparison of the variables that all workers have as a whole to the next, the last one
+            at the end of ``fit``; 0: never.
 
     Raises:
         ClusterError: as in :class:`MultiWorkerMirroredStrategy`.

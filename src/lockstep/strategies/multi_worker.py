@@ -22,7 +22,7 @@ from lockstep.devices.placement import Placement
 from lockstep.distributed.attach_to_jax import adopt_job, check_source, is_to_adopt
 from lockstep.distributed.cluster.addresses import COORDINATOR
 from lockstep.distributed.cluster.membership import WorkerGroup, membership_of_group
-from lockstep.distributed.consistency import agree_on_random_state
+from lockstep.distributed.consistency import DriftCheck, agree_on_random_state
 from lockstep.distributed.control.control_client import ControlClient
 from lockstep.distributed.control.limits import TIMEOUT_SECONDS
 from lockstep.distributed.jax_init import ProcessJob, check_gpus_differ, job_of_this_process, prepare_threads
@@ -168,13 +168,19 @@ class WorkerStrategy(Strategy):
         }
 
     def _join_process_group(self) -> ProcessGroup:
-        return WorkerProcessGroup(self._job.client, self._placement.along_devices) if self._job else ProcessGroup()
+        if self._job is None:
+            return ProcessGroup()
+        return WorkerProcessGroup(self._job.client, self._placement.along_devices, self._drift_check)
+
+    @cached_property
+    def _drift_check(self) -> DriftCheck | None:
+        return DriftCheck(self._job.client, self._placement) if self._job and self._check_every else None
 
     @cached_property
     def _step_hooks(self) -> tuple[StepHook, ...]:
         if self._job is None:
             return ()
-        return (ProgressReporter(self._job.client, self._placement, self._check_every),)
+        return (ProgressReporter(self._job.client, self._drift_check, self._check_every),)
 
     def _claim(self, model: keras.Model) -> None:
         super()._claim(model)
@@ -206,7 +212,8 @@ class MultiWorkerMirroredStrategy(WorkerStrategy):
         replicas: number of replicas of all workers together, by default one a device.
         deterministic: as in :class:`MirroredStrategy`; the bits do not depend on the number of processes either.
         input_options: how batches reach the devices.
-        check_every: number of training steps from one comparison of the variables that all workers have as a whole to the next; 0: never.
+        check_every: number of training steps from one comparison of the variables that all workers have as a whole to the next, the last one
+            at the end of ``fit``; 0: never.
             Sharded variables are not compared.
         shard: as in :class:`MirroredStrategy`, over the devices of all workers.
         recompute: as in :class:`MirroredStrategy`.

@@ -341,7 +341,8 @@ class ControlServer:
     def _tick(self) -> None:
         now = self._suspends.tick()
         if self._started and self._failure is None:
-            found = find_failure(now, self.heartbeats(), self._limits)
+            calls = [(waiting, missing) for _, waiting, missing in self._collectives.waits()]
+            found = find_failure(now, self.heartbeats(), self._limits, calls)
             if found is not None:
                 self._declare(found)
         if not self._started and self._rejection is None and now > self._deadline:

@@ -1,13 +1,14 @@
 """Finds which worker is dead, silent or stuck, or has left early, and says how a job failed.
 
-A worker is dead if its connection has closed before it left. A worker without a heartbeat for ``timeout`` is silent. A worker is stuck if its step and activity have not changed for ``timeout``
-(``long`` in an activity of ``MAY_TAKE_LONG``) while another has waited for ``timeout`` in a step that it has not reached. If a worker
-that has left never reached that step, waiting is given up early. If no worker leaves its step for ``long``, they are stuck, too.
+A worker is dead if its connection has closed before it left. A worker without a heartbeat for ``timeout`` is silent. A worker is stuck if
+its step and activity have not changed for ``timeout`` (``long`` in an activity of ``MAY_TAKE_LONG``) while another has waited for
+``timeout`` in a step that it has not reached. If a worker that has left, or has come to the end of ``fit``, never reached that step,
+waiting is given up early. If no worker leaves its step for ``long``, they are stuck, too.
 """
 
 import enum
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -15,6 +16,8 @@ from lockstep._errors import NO_PROGRESS, PEER_LOST, USER_ERROR
 from lockstep._logging import listed
 from lockstep.distributed.control.handshake import Peer
 from lockstep.distributed.control.heartbeat import (
+    AT_END_OF_FIT,
+    DATA,
     HEARTBEAT_SECONDS,
     MAY_TAKE_LONG,
     PROGRAM,
@@ -92,8 +95,13 @@ _PAUSE = 4 * HEARTBEAT_SECONDS
 _MAX_LOAD = 0.25  # CPU time in a pause, by its length.
 
 
-def find_failure(now: float, statuses: Sequence[WorkerStatus], limits: Limits) -> Failure | None:
-    """Return why the job cannot continue; None if no worker has failed.
+Wait = tuple[Collection[int], Collection[int]]  # Workers that have made a collective call, and those that have not.
+
+
+def find_failure(
+    now: float, statuses: Sequence[WorkerStatus], limits: Limits, waits: Sequence[Wait] = ()
+) -> Failure | None:
+    """Return why the job cannot continue; None if no worker has failed. ``waits`` are the collective calls that are not complete.
 
     Example:
         >>> here, there = Peer(0, 2, "a", 70), Peer(1, 2, "b", 71)
@@ -103,6 +111,7 @@ def find_failure(now: float, statuses: Sequence[WorkerStatus], limits: Limits) -
     return (
         _find_silent(now, statuses, limits)
         or _find_left_early(now, statuses)
+        or _find_ended_fit_early(statuses, waits)
         or _find_stuck(now, statuses, limits)
         or _find_standstill(now, statuses, limits)
     )
@@ -169,6 +178,22 @@ def _left_before(continuing: Sequence[WorkerStatus], statuses: Sequence[WorkerSt
     status = min(early, key=lambda status: status.step)
     what = f"finished after step {status.step}; worker {first.peer.index} waits for it in step {first.step}."
     return make_failure(FailureKind.LEFT, status.peer, what)
+
+
+def _find_ended_fit_early(statuses: Sequence[WorkerStatus], waits: Sequence[Wait]) -> Failure | None:
+    """Return the failure of a worker that waits at the end of ``fit`` for one that is in a later step, or waits for its next batch."""
+    for ended in sorted(statuses, key=lambda status: status.step):
+        for other in statuses:
+            waits_for_batch = other.activity == DATA and any(
+                other.peer.index in waiting and ended.peer.index in missing for waiting, missing in waits
+            )
+            is_behind = other.step > ended.step or waits_for_batch
+            seconds = ended.heard - max(ended.since, other.since)
+            if ended.activity == AT_END_OF_FIT and is_behind and not other.left and seconds > QUIET:
+                where = "with its next batch" if other.step == ended.step else f"in step {other.step}"
+                what = f"ended fit after step {ended.step}; worker {other.peer.index} waits for it {where}."
+                return make_failure(FailureKind.LEFT, ended.peer, what)
+    return None
 
 
 def _find_stuck(now: float, statuses: Sequence[WorkerStatus], limits: Limits) -> Failure | None:

@@ -35,6 +35,8 @@ class Callback(keras.callbacks.Callback):
             os._exit(7)
         if FAULT == "change a weight":
             self.model.layers[-1].bias.assign([7.0])
+        if FAULT == "stop the training":
+            self.model.stop_training = True
         if FAULT == "stick in a callback":
             never_released().acquire()
 
