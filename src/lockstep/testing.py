@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from lockstep._array_encoding import DTYPES as KNOWN_DTYPES
 from lockstep._errors import ContractError, OptionError, instance_of, sequence_of, shown, whole_number
 from lockstep._logging import counted
-from lockstep.collectives import CrossDeviceOps, Ops, ReduceOp, all_reduce, ops_from_argument
+from lockstep.collectives import CrossDeviceOps, Ops, ops_from_argument
 from lockstep.collectives.cost_model import MessageTrace, trace_messages
 from lockstep.devices.names import resolve_devices
 
@@ -146,7 +146,7 @@ def _reduced_twice(
 
     def reduce_own(values: list[jax.Array]) -> list[jax.Array]:
         own = [value[0] for value in values]
-        sums = all_reduce(ReduceOp.SUM, own, _AXIS, devices, ops)
+        sums = ops.all_reduce(own, _AXIS, devices)
         if len(sums) != len(own):
             raise ContractError(
                 f"Expected one sum for each of {len(own)} arrays, got {len(sums)} sums. Fix: return one for each array that all_reduce is given."

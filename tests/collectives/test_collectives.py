@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import lockstep
-from lockstep.collectives import ALGORITHMS, all_reduce, ops_from_argument
+from lockstep.collectives import ALGORITHMS, ops_from_argument
 from lockstep.collectives.base import pack, plan_packs, unpack
 from lockstep.collectives.xla_all_reduce import platform_sum_bucketed
 from lockstep.testing import check_cross_device_ops, count_traffic
@@ -30,14 +30,14 @@ EVERY_DAY = ("auto", "half_precision")  # In every dtype.
 FIVE = [f"cpu:{number}" for number in range(5)]
 
 
-def reduced(ops, pieces, devices, reduce_op="SUM"):
+def reduced(ops, pieces, devices):
     """Each device holds one of ``pieces``; returns what every device holds afterwards."""
     chosen = jax.local_devices()[:devices]
     mesh = Mesh(np.asarray(chosen), ("device",))
     cut = PartitionSpec("device")
 
     def meet(values):
-        return [value[None] for value in all_reduce(reduce_op, [value[0] for value in values], "device", chosen, ops)]
+        return [value[None] for value in ops.all_reduce([value[0] for value in values], "device", chosen)]
 
     stacked = [jax.device_put(np.stack(leaf), NamedSharding(mesh, cut)) for leaf in zip(*pieces, strict=True)]
     run = jax.jit(jax.shard_map(meet, mesh=mesh, in_specs=cut, out_specs=cut, check_vma=False))
@@ -336,23 +336,6 @@ def test_float16_overflows_where_the_sum_leaves_its_range():
     pieces = [[np.float32([65504.0, 65504.0, 70000.0])], [np.float32([-1.0, 65504.0, -70000.0])]]
     (found,) = reduced(lockstep.HalfPrecisionAllReduce("float16"), pieces, 2)
     np.testing.assert_array_equal(found[0], [65504.0, np.inf, np.nan])
-
-
-# Mean
-
-
-def test_the_mean_is_the_sum_divided_by_the_number_of_devices():
-    pieces = [[np.float32([1.0, 2.0])], [np.float32([2.0, 4.0])], [np.float32([6.0, 0.0])]]
-    for op in (lockstep.ReduceOp.MEAN, "mean"):
-        (found,) = reduced(lockstep.RingAllReduce(), pieces, 3, op)
-        np.testing.assert_array_equal(found, [[3.0, 2.0]] * 3)
-
-
-def test_the_mean_of_integers_is_refused():
-    with pytest.raises(lockstep.OptionError, match="the mean of int32 numbers is no int32 number"):
-        reduced(lockstep.RingAllReduce(), [[np.int32([1])], [np.int32([2])]], 2, "MEAN")
-    with pytest.raises(lockstep.OptionError, match="reduce_op: expected one of SUM, MEAN, got 'max'"):
-        reduced(lockstep.RingAllReduce(), [[np.int32([1])], [np.int32([2])]], 2, "max")
 
 
 # Communication options

@@ -124,7 +124,7 @@ def test_a_pod_whose_devices_span_processes_is_adopted_though_nobody_initialized
     class AdoptedError(Exception):
         pass
 
-    def adopt(check, timeout_seconds, log):
+    def adopt(check, timeout_seconds, log, environ):
         raise AdoptedError
 
     monkeypatch.setattr("lockstep.strategies.multi_worker.adopt_job", adopt)

@@ -196,11 +196,3 @@ def test_a_pause_is_told_from_a_held_lock_on_any_number_of_busy_cores(cores, sec
 def test_limits_that_cannot_be_kept_are_refused(timeout, long):
     with pytest.raises(OptionError, match=r"timeout_seconds, long_seconds: expected 1\.5 or more"):
         Limits(timeout, long)
-
-
-def test_the_start_has_the_limit_of_other_waits_unless_it_has_its_own():
-    assert Limits(60, 1800).start_timeout == 60
-    assert Limits(60, 1800, 600).start_timeout == 600
-    for start in (-1, float("nan")):
-        with pytest.raises(OptionError, match="start_seconds: expected 0 or more"):
-            Limits(60, 1800, start)

@@ -81,10 +81,10 @@ def context(job, network):
 
 START = {
     "chief": lambda network: open_control_channel(
-        WorkerGroup(2, 0, ELSEWHERE), {}, network=network, start_seconds=0.1, log=str
+        WorkerGroup(2, 0, ELSEWHERE), {}, network=network, timeout_seconds=1.5, log=str
     ),
     "worker": lambda network: open_control_channel(
-        WorkerGroup(2, 1, ELSEWHERE), {}, network=network, start_seconds=0.1, log=str
+        WorkerGroup(2, 1, ELSEWHERE), {}, network=network, timeout_seconds=1.5, log=str
     ),
     "dispatcher": lambda network: context("chief", network).serve_dispatcher(None),
     "client of the dispatcher": lambda network: context("worker", network).connect_to_dispatcher(),

@@ -245,13 +245,6 @@ FAULTS = [
         "The sum is sent on by the device that has it, but taken as if device 0 had it.",
     ),
     Mutant(
-        "sum-for-mean",
-        "collectives/base.py",
-        "return [total / len(devices) for total in sums] if chosen is ReduceOp.MEAN else sums",
-        "return [total / len(devices) for total in sums] if chosen is ReduceOp.SUM else sums",
-        "SUM and MEAN are exchanged.",
-    ),
-    Mutant(
         "piece-from-wrong-offset",
         "collectives/base.py",
         "start += length",

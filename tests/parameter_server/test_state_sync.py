@@ -25,6 +25,7 @@ from lockstep.parameter_server.state_sync import (
     compute_deltas,
     is_additive,
     merge_rules,
+    with_changing_values,
 )
 
 RANDOM = np.random.default_rng(0)
@@ -147,7 +148,7 @@ def test_the_newest_values_give_the_averages_and_counters_of_one_process(order):
     totals = DeltaAccumulator(model)
     totals.set(state[1], state[3])
     for batch in batches:
-        others = DeltaAccumulator.with_changing_values(state[1], totals.changing_values())
+        others = with_changing_values(state[1], totals.changing_values())
         totals.add([changed_by(step, state, others, batch)], [7], NONE)
     assert_close(totals.non_trainable, expected[1])
     assert {number for number, value in enumerate(expected[1]) if (value != state[1][number]).any()} == totals.changing
@@ -218,7 +219,7 @@ def test_a_worker_gets_all_that_has_ever_changed_also_after_metrics_were_reset()
     totals.set(state[1], state[3])
     totals.add([changed_by(step, state, state[1], BATCHES[0])], [7], NONE)
     totals.set(totals.non_trainable, state[3])  # As at the beginning of an epoch: only metrics are other ones.
-    assert_close(DeltaAccumulator.with_changing_values(state[1], totals.changing_values()), totals.non_trainable)
+    assert_close(with_changing_values(state[1], totals.changing_values()), totals.non_trainable)
     assert_close(totals.metrics, state[3])
 
 

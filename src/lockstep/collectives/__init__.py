@@ -11,7 +11,6 @@ from lockstep.collectives.base import (
     CommunicationOptions,
     CrossDeviceOps,
     ReduceOp,
-    all_reduce,
 )
 from lockstep.collectives.fixed_tree_sum import TreeAllReduce
 from lockstep.collectives.registry import ALGORITHMS, Ops, ops_from_argument, ops_from_options
@@ -32,7 +31,6 @@ __all__ = [
     "ReductionToOneDevice",
     "RingAllReduce",
     "TreeAllReduce",
-    "all_reduce",
     "ops_from_argument",
     "ops_from_options",
 ]

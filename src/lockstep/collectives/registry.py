@@ -31,6 +31,11 @@ ALGORITHMS: dict[str, type[CrossDeviceOps]] = {
     "ring": RingAllReduce,
     "tree": TreeAllReduce,
 }
+_BY_IMPLEMENTATION = {
+    CommunicationImplementation.AUTO: AutoAllReduce,
+    CommunicationImplementation.RING: RingAllReduce,
+    CommunicationImplementation.NCCL: NcclAllReduce,
+}
 
 Ops = CrossDeviceOps | type[CrossDeviceOps] | Callable[[jax.Array, str], jax.Array] | str
 
@@ -64,10 +69,5 @@ def ops_from_argument(ops: Ops | None) -> CrossDeviceOps:
 
 def ops_from_options(options: CommunicationOptions) -> CrossDeviceOps:
     """Return the operation that a ``communication_options`` argument means."""
-    by_implementation = {
-        CommunicationImplementation.AUTO: AutoAllReduce,
-        CommunicationImplementation.RING: RingAllReduce,
-        CommunicationImplementation.NCCL: NcclAllReduce,
-    }
-    chosen = by_implementation[CommunicationImplementation(options.implementation)]
+    chosen = _BY_IMPLEMENTATION[CommunicationImplementation(options.implementation)]
     return chosen(bytes_per_pack=options.bytes_per_pack)

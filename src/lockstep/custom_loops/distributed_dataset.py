@@ -135,12 +135,12 @@ class DistributedDataset(WrappedSource):
         self, source: InputSource, placement: Placement, depth: int, new_check: Callable[[], BatchCheck] | None = None
     ) -> None:
         super().__init__(source)
-        self._placement, self._depth, self._new_check = placement, depth, new_check
-        self.prefetch = depth
+        self._placement, self._new_check = placement, new_check
+        self.prefetch: int = depth
 
     def __iter__(self) -> "DistributedIterator":
         check = self._new_check() if self._new_check else None
-        return DistributedIterator(self._source, self._values_of, self._depth, check)
+        return DistributedIterator(self._source, self._values_of, self.prefetch, check)
 
     def __bool__(self) -> bool:
         return True

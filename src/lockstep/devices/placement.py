@@ -49,6 +49,10 @@ class PlacedRows:
         """The dtype of the array."""
         return self.array.dtype
 
+    def global_batch(self) -> jax.Array:
+        """Return the global batch, ``(rows, …)``, without padding; to be called while a step is traced."""
+        return drop_padding(self.array, self.layout)
+
 
 @dataclass(frozen=True)
 class Placement:
@@ -386,11 +390,6 @@ def _host(leaf: Any) -> np.ndarray | jax.Array:
 
 def _listed(shapes: Sequence[tuple[int, ...]]) -> str:
     return ", ".join(map(str, shapes)) or "missing (there is no array at all)"
-
-
-def global_batch(rows: PlacedRows) -> jax.Array:
-    """Return the global batch, ``(rows, …)``, without padding; to be called while a step is traced."""
-    return drop_padding(rows.array, rows.layout)
 
 
 def drop_padding(array: jax.Array, layout: BatchLayout) -> jax.Array:

@@ -6,7 +6,6 @@ unless the processes have one. From then on the job is like any other, except th
 """
 
 import json
-import os
 import secrets
 import socket
 import threading
@@ -80,9 +79,7 @@ def check_source(source: WorkerGroup, is_chosen: bool) -> str | None:
     return f"{says}. That is not used, as {has}."
 
 
-def adopt_job(
-    check: Callable[[], None], timeout_seconds: float, log: Log, environ: Mapping[str, str] = os.environ
-) -> ProcessJob:
+def adopt_job(check: Callable[[], None], timeout_seconds: float, log: Log, environ: Mapping[str, str]) -> ProcessJob:
     """Join the other processes of JAX, which has started, or return the job that was joined before; if ``check`` raises ClusterError in one, all
     raise that error.
 

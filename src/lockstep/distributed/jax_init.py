@@ -378,7 +378,7 @@ def job_of_this_process(
     cpu_devices: int,
     timeout_seconds: float,
     log: Callable[[str], None],
-    environ: Mapping[str, str] = os.environ,
+    environ: Mapping[str, str],
 ) -> ProcessJob:
     """Join the other workers of a group of several, or return the job that was joined before; ``environ`` has its generation, secret and ports.
 

@@ -20,7 +20,7 @@ from jax.interpreters import ad, batching
 
 from lockstep._errors import ModelError
 from lockstep.devices.batch_layout import BatchLayout
-from lockstep.devices.placement import PlacedRows, Placement, global_batch, is_rows
+from lockstep.devices.placement import PlacedRows, Placement, is_rows
 from lockstep.execution.deterministic_rows import ReplicaRows, RowwiseEquations, RowwiseProgram, join_rows, variables_of
 from lockstep.execution.jaxpr_utils import inline_all_calls, inline_calls, subprogram
 from lockstep.execution.spmd import PerDevice, PerDeviceProgram, to_per_device
@@ -123,7 +123,7 @@ class _PartitionedStep:
         self._structure = jax.tree.structure(results)
         self._constants = dict(zip(closed.jaxpr.constvars, placement.put(closed.consts), strict=True))
         self._parts = _partition(closed.jaxpr, set(self._inputs[:donated]), placement, rowwise)
-        self._join = jax.jit(global_batch, out_shardings=placement.replicated)
+        self._join = jax.jit(PlacedRows.global_batch, out_shardings=placement.replicated)
 
     def __call__(self, leaves: list[Any]) -> Any:
         values = self._constants | dict(zip(self._inputs, leaves, strict=True))

@@ -28,7 +28,7 @@ from lockstep._padded_array import without_padding
 from lockstep.collectives import AutoAllReduce, CrossDeviceOps
 from lockstep.devices.batch_layout import BatchLayout, rows_of_replicas
 from lockstep.devices.cpu_devices import usable_cores
-from lockstep.devices.placement import MeshPlacement, PlacedRows, Placement, global_batch, is_large, local_values
+from lockstep.devices.placement import MeshPlacement, PlacedRows, Placement, is_large, local_values
 from lockstep.devices.xla_flags import compiler_options
 from lockstep.execution.call_splitter import (
     CallTrace,
@@ -108,7 +108,7 @@ class Executor(abc.ABC):
 
     def global_batch(self, rows: PlacedRows) -> jax.Array:
         """Return the global batch while a step is traced."""
-        return global_batch(rows)
+        return rows.global_batch()
 
     @abc.abstractmethod
     def forward(self, forward: SpmdForward, inputs: list[Any], placed: list[PlacedRows | None]) -> ReplicaResult:

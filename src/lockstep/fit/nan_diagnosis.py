@@ -28,7 +28,7 @@ from lockstep._padded_array import without_padding
 from lockstep.data.random_state import capture_random_state, restore_random_state
 from lockstep.devices.batch_layout import BatchLayout
 from lockstep.devices.names import device_name
-from lockstep.devices.placement import PlacedRows, Placement, count_rows, global_batch, is_rows
+from lockstep.devices.placement import PlacedRows, Placement, count_rows, is_rows
 from lockstep.execution.executors import EagerExecutor
 from lockstep.execution.nonfinite_gate import loss_logs
 from lockstep.execution.replica import ReplicaResult
@@ -450,7 +450,7 @@ def whole_batch(batch: Any, placement: Placement) -> Any:
     def whole(leaf: Any) -> Any:
         if not isinstance(leaf, PlacedRows):
             return _on_one_device(leaf, placement)
-        array = jax.jit(global_batch, out_shardings=placement.replicated)(leaf)
+        array = jax.jit(PlacedRows.global_batch, out_shardings=placement.replicated)(leaf)
         return PlacedRows(_on_one_device(array, placement), leaf.layout)
 
     return jax.tree.map(whole, batch, is_leaf=is_rows)

@@ -223,10 +223,10 @@ class DeltaAccumulator:
         """Return the arrays that go with each task: the newest values of the variables that change."""
         return {f"{_OTHER}{number}": self.non_trainable[number] for number in sorted(self.changing)}
 
-    @staticmethod
-    def with_changing_values(non_trainable: Values, newest: Arrays) -> list[np.ndarray]:
-        """Return a worker's values, updated with those of :meth:`changing_values`."""
-        return [newest.get(f"{_OTHER}{number}", value) for number, value in enumerate(non_trainable)]
+
+def with_changing_values(non_trainable: Values, newest: Arrays) -> list[np.ndarray]:
+    """Return a worker's values, updated with those of :meth:`DeltaAccumulator.changing_values`."""
+    return [newest.get(f"{_OTHER}{number}", value) for number, value in enumerate(non_trainable)]
 
 
 def _merge(found: Values, weights: Sequence[float], rule: StateMerge) -> np.ndarray:
@@ -297,7 +297,7 @@ class FollowedState:
             what, arrays = self._receive()
             self._number, self._first_step = what["number"], what["update"]
             self._published = [arrays[str(n)] for n in range(len(self._rules))]
-        return DeltaAccumulator.with_changing_values(self._published, changing)
+        return with_changing_values(self._published, changing)
 
     def at_step(self, values: Values, make: Callable[[], Values], step: int, replica: int) -> list[np.ndarray]:
         """Return values with the seeds of a step.

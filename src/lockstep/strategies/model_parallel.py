@@ -158,7 +158,7 @@ class ModelParallelStrategy(WorkerStrategy):
         """
         self._check_owner(model, "layout")
         if x is not None:
-            _check_arrays("layout: x", x)
+            _check_arrays(x)
             with self._build_context(model):
                 build_for_inputs(model, x)
         shardings = self._shardings_of(model)
@@ -234,8 +234,8 @@ class ModelParallelStrategy(WorkerStrategy):
         return f"{type(self).__name__}: mesh {sizes} ({listed_devices(self.devices)})"
 
 
-def _check_arrays(name: str, value: Any) -> None:
-    check_depth(name, value)
-    leaves = jax.tree.leaves(value)
+def _check_arrays(x: Any) -> None:
+    check_depth("layout: x", x)
+    leaves = jax.tree.leaves(x)
     if not leaves or not all(isinstance(leaf, (np.ndarray, jax.Array, jax.ShapeDtypeStruct)) for leaf in leaves):
-        raise OptionError(f"{name}: expected a tree of arrays (rows, …), got {shown(value)}.")
+        raise OptionError(f"layout: x: expected a tree of arrays (rows, …), got {shown(x)}.")

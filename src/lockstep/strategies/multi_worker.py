@@ -118,7 +118,7 @@ class WorkerStrategy(Strategy):
         """Connect to the other workers, which starts JAX, and return the devices of all, in the order of the workers."""
         if self._group.workers > 1 and not self._is_adopting:
             self._log_notes()
-            job = job_of_this_process(self._group, count_cpu_devices(devices), self._timeout, log_info)
+            job = job_of_this_process(self._group, count_cpu_devices(devices), self._timeout, log_info, os.environ)
             own: Sequence[jax.Device] = resolve_devices(devices)
         else:
             if self._is_adopting:
@@ -149,7 +149,7 @@ class WorkerStrategy(Strategy):
             if note is not None:
                 log_info(note)
 
-        job = adopt_job(check, self._timeout, log_info)
+        job = adopt_job(check, self._timeout, log_info, os.environ)
         self._group = job.group
         self._resolver = ClusterResolver(membership_of_group(job.group))
         if own[0].platform == "cpu":

@@ -272,9 +272,8 @@ class ParameterServerStrategy(SchedulingStrategy, Strategy):
 
     @cached_property
     def _step_hooks(self) -> tuple[StepHook, ...]:
-        return (
-            _RemoteSteps(_refuse_step, lambda: None, lambda: self._process_group.note_progress()),
-        )  # until ``steps_by`` adds another
+        # Until ``steps_by`` adds another.
+        return (_RemoteSteps(_refuse_step, lambda: None, self._process_group.note_progress),)
 
     def _log(self, message: str, log: Callable[[str], None] = log_info) -> None:
         if self.is_chief:

@@ -43,7 +43,6 @@ def open_control_channel(
     generation: int = 0,
     network: NetworkOptions = NO_SECRET,
     timeout_seconds: float = TIMEOUT_SECONDS,
-    start_seconds: float | None = None,
     long_seconds: float = LONG_SECONDS,
     listener: socket.socket | None = None,
     on_failure: Callable[[Failure], None] | None = None,
@@ -59,8 +58,7 @@ def open_control_channel(
         generation: how many times this job was restarted. Processes of an earlier start are refused.
         network: the workers prove to each other that they know its secret; without one, any process that reaches the port may join.
             Nothing is encrypted. It may also say at which address of this machine the chief listens.
-        timeout_seconds: limit of every wait except the two that follow.
-        start_seconds: limit of the wait for all workers here; None: ``timeout_seconds``.
+        timeout_seconds: limit of every wait except the one that follows.
         long_seconds: limit for a worker in the activity ``"start"``, ``"compiling"`` or ``"saving"``.
         listener: a listening socket for the chief, which is used instead of a new one.
         on_failure: is called once, in the client's thread, when the job cannot continue; None: the process logs why and ends
@@ -84,7 +82,7 @@ def open_control_channel(
         address=group.coordinator if group.is_chief else "",
     )
     join_request(me)  # Raises OptionError before any network use.
-    limits = Limits(timeout_seconds, long_seconds, start_seconds)
+    limits = Limits(timeout_seconds, long_seconds)
     if group.workers > 1:
         check_closed(group.coordinator, network, group.name)
     joining = _Join(group, me, network.secret, limits, WaitLogger(log, clock), clock, sleep)
@@ -133,9 +131,9 @@ class _Join:
                 return self._try_once()
             except RetryableConnectError as error:
                 reason = str(error)
-            if self.wait_log.seconds > self.limits.start_timeout:
+            if self.wait_log.seconds > self.limits.timeout:
                 raise ClusterError(
-                    f"{self.group.name}: {self._chief}, was not met within {self.limits.start_timeout:g} s: {reason}. Fix: check that "
+                    f"{self.group.name}: {self._chief}, was not met within {self.limits.timeout:g} s: {reason}. Fix: check that "
                     f"it is started and can be reached from here.",
                     PEER_LOST,
                 )
@@ -160,7 +158,7 @@ class _Join:
 
     def _at_most(self, seconds: float) -> float:
         """Return a limit that also ends this wait in time, but leaves the last try a moment."""
-        return min(seconds, max(_RETRY_SECONDS, self.limits.start_timeout - self.wait_log.seconds))
+        return min(seconds, max(_RETRY_SECONDS, self.limits.timeout - self.wait_log.seconds))
 
     def _wait_for_welcome(self, connection: FramedSocket) -> Joined:
         """Return all workers as soon as the chief reports that they have joined; it also ends a wait that takes too long."""

@@ -183,7 +183,7 @@ class ControlServer:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._group, self._limits, self._clock = group, limits, clock
-        self._deadline = clock() + limits.start_timeout
+        self._deadline = clock() + limits.timeout
         self._loop = EventLoop("lockstep-chief", clock)
         self._admission = Admission(group, chief)
         self._handshakes = HandshakeServer(self._loop, secret, self._on_peer, log)
@@ -274,7 +274,7 @@ class ControlServer:
         may_be_elsewhere = self._group.addresses is None and is_loopback(host_of(coordinator))
         hint = f" Other machines cannot reach it: {_REACHABLE}." if may_be_elsewhere else ""
         return JoinRejection(
-            f"{listed(missing)} did not join within {self._limits.start_timeout:g} s: {'are they' if missing[1:] else 'is it'} "
+            f"{listed(missing)} did not join within {self._limits.timeout:g} s: {'are they' if missing[1:] else 'is it'} "
             f"started, and can {coordinator} be reached from there?{hint}{rejected}",
             exit_code=PEER_LOST,
         )

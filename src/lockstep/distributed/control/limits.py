@@ -16,7 +16,6 @@ class Limits:
     Args:
         timeout: limit of a wait, and of the silence of a worker.
         long: limit of an activity of ``MAY_TAKE_LONG``, and of a step of all workers.
-        start: limit of the wait for all workers at the start; None: ``timeout``.
 
     Raises:
         OptionError: a limit is so low that late heartbeats would exceed it, or ``long`` is below ``timeout``.
@@ -24,12 +23,6 @@ class Limits:
 
     timeout: float
     long: float
-    start: float | None = None
-
-    @property
-    def start_timeout(self) -> float:
-        """Limit of the wait at the start."""
-        return self.timeout if self.start is None else self.start
 
     def __post_init__(self) -> None:
         least = 3 * HEARTBEAT_SECONDS
@@ -38,5 +31,3 @@ class Limits:
                 f"timeout_seconds, long_seconds: expected {least:g} or more, and the second no less than the first, as "
                 f"heartbeats come each {HEARTBEAT_SECONDS:g} s; got {self.timeout:g} and {self.long:g}."
             )
-        if not self.start_timeout >= 0:
-            raise OptionError(f"start_seconds: expected 0 or more, got {self.start_timeout:g}.")

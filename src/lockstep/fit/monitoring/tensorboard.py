@@ -81,10 +81,10 @@ def histogram(tag: str, numbers: np.ndarray) -> Value:
     return _value(tag, "histograms", _TENSORS, _tensor(_DOUBLE, rows))
 
 
-def graph(tag: str, description: str) -> Value:
+def graph(description: str) -> Value:
     """Encode a Keras model, given its JSON."""
     tensor = _number(1, _STRING) + _bytes(2, b"") + _bytes(8, description.encode())
-    return _value(tag, "graph_keras_model", _BLOBS, tensor, content=b"1")
+    return _value("keras", "graph_keras_model", _BLOBS, tensor, content=b"1")
 
 
 class EventFile:
@@ -415,7 +415,7 @@ class _FitRecorder(StepHook):
 
     def _write_graph(self, model: keras.Model) -> None:
         try:
-            self.write("train", 0, [graph("keras", model.to_json())])
+            self.write("train", 0, [graph(model.to_json())])
         except Exception as error:  # A layer of the user's may raise any exception.
             why = " ".join(summary_of(error).partition("\n\n")[0].split())
             self._attachment.log(f"TensorBoard: the layers of {model.name!r} cannot be described: {why}")
