@@ -74,3 +74,9 @@ def python(forks):
         return next(turns).run_python(**options)
 
     return run
+
+
+@pytest.fixture
+def shard_all(monkeypatch):
+    """The variables of small models are sharded, too, but for the two numbers of a seed."""
+    monkeypatch.setattr("lockstep.devices.placement.SHARD_FROM", 3)

@@ -16,7 +16,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "src" / "lockstep"
 FILES = sorted(PACKAGE.rglob("*.py"))
 # Functions that users call for it; programs and commands, for their own process; and a block after which it is as it was.
-SET_THE_ENVIRONMENT = ("cpu_devices.py", "cli.py", "cluster_check.py", "script_runner.py")
+SET_THE_ENVIRONMENT = ("cpu_devices.py", "cli.py", "cluster_check.py", "env.py")
 
 
 @functools.cache

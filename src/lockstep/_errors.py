@@ -149,6 +149,11 @@ def shown(value: object) -> str:
         text = repr(value)
     except Exception:  # Nested too deeply, a number of too many digits, or an error in code of the user's.
         return f"a value of type {type(value).__name__}"
+    return shortened(text)
+
+
+def shortened(text: str) -> str:
+    """Return a text for a message, cut if it is long."""
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}…"
 
 
@@ -184,6 +189,15 @@ def summary_of(error: BaseException) -> str:
     """
     name, text = type(error).__name__, str(error)
     return f"{name}: {text}" if text else name
+
+
+def exit_code_of(error: BaseException, others: int = USER_ERROR) -> int:
+    """Return the exit code of a process that ends with an exception; ``others`` is that of exceptions that have no code of their own."""
+    if isinstance(error, SystemExit) and isinstance(error.code, int):
+        return error.code
+    if isinstance(error, ClusterError) and error.exit_code is not None:
+        return error.exit_code
+    return INTERRUPTED if isinstance(error, KeyboardInterrupt) else others
 
 
 def install_extra(extra: str) -> str:

@@ -6,8 +6,14 @@ import tracemalloc
 import ml_dtypes
 import numpy as np
 
+from lockstep import cli
 from lockstep.checkpoint.serialization import Snapshot
 from lockstep.checkpoint.store import CheckpointStore
+
+
+def said(capsys, *arguments, code=0):
+    assert cli.main(["checkpoint", *map(str, arguments)]) == code
+    return capsys.readouterr()
 
 
 def small(step=1):

@@ -9,12 +9,7 @@ import pytest
 
 from lockstep import cli
 
-from .cases import names_in, small, store_in
-
-
-def said(capsys, *arguments, code=0):
-    assert cli.main(["checkpoint", *map(str, arguments)]) == code
-    return capsys.readouterr()
+from .cases import names_in, said, small, store_in
 
 
 def test_show_is_a_table(tmp_path, capsys):

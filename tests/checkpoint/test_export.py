@@ -23,7 +23,7 @@ from lockstep.checkpoint.manifest import KEY_FILE, MANIFEST
 from lockstep.checkpoint.serialization import ARRAYS, Loaded, Snapshot
 from lockstep.checkpoint.store import CheckpointStore
 
-from .cases import assert_equal, names_in, silent, small, store_in
+from .cases import assert_equal, names_in, said, silent, small, store_in
 from .test_round_trip import ARRAYS as ANY_ARRAY
 from .test_round_trip import FACTS, TEXT
 
@@ -52,11 +52,6 @@ def format_name(request):
 
 def test_the_command_knows_all_formats():
     assert tuple(FORMATS) == cli.EXPORT_FORMATS
-
-
-def said(capsys, *arguments, code=0):
-    assert cli.main(["checkpoint", *map(str, arguments)]) == code
-    return capsys.readouterr()
 
 
 def loaded_of(snapshot, folder, step=7):

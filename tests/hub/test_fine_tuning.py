@@ -13,12 +13,6 @@ from .kit import assert_same_state, fit, mirrored, named, tokens, train
 pytestmark = pytest.mark.filterwarnings("ignore:Layer .* does not have a `quantize` method")
 
 
-@pytest.fixture
-def shard_all(monkeypatch):
-    """Shard the variables of these small models, too."""
-    monkeypatch.setattr("lockstep.devices.placement.SHARD_FROM", 3)
-
-
 def add_lora(model):
     model.backbone.enable_lora(4)
 

@@ -1,6 +1,5 @@
 """Arrays on the wire: what is sent comes back, and what is wrong is refused before memory is taken for it."""
 
-import json
 import socket
 import struct
 import threading
@@ -19,7 +18,7 @@ from lockstep.parameter_server.array_transport import (
     ArrayConnection,
     ConnectionLostError,
 )
-from tests.parameter_server.threaded_servers import DEADLINE
+from tests.parameter_server.threaded_servers import DEADLINE, framed
 
 
 def pair(*, authenticated=False, **options):
@@ -36,11 +35,6 @@ def pair(*, authenticated=False, **options):
 
 def anything(message, specs):
     pass
-
-
-def framed(message):
-    text = json.dumps(message).encode()
-    return struct.pack(">I", len(text)) + text
 
 
 @pytest.mark.parametrize("authenticated", [False, True])

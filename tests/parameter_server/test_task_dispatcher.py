@@ -10,8 +10,7 @@ import pytest
 
 from lockstep import ClusterError
 from lockstep._array_encoding import ArraySpec
-from lockstep._errors import INTERRUPTED, MAX_SECONDS, NO_PROGRESS, PEER_LOST, USER_ERROR
-from lockstep.distributed.control.termination import exit_code_of
+from lockstep._errors import INTERRUPTED, MAX_SECONDS, NO_PROGRESS, PEER_LOST, USER_ERROR, exit_code_of
 from lockstep.distributed.control.transport import ProtocolError
 from lockstep.parameter_server import task_dispatcher
 from lockstep.parameter_server.array_transport import MAX_HEAD_BYTES

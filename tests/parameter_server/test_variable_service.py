@@ -1,8 +1,6 @@
 """Workers and servers over real sockets: the numbers are right, every wait ends with a name, and what is wrong harms one connection."""
 
-import json
 import socket
-import struct
 import threading
 import time
 from unittest.mock import Mock
@@ -20,7 +18,7 @@ from lockstep.parameter_server.sparse_rows import SparseGradient
 from lockstep.parameter_server.variable_client import BatchPart
 from lockstep.parameter_server.variable_server import VariableService, serve
 from lockstep.parameter_server.variable_store import OPTIMIZER, Push, VariableStore
-from tests.parameter_server.threaded_servers import DEADLINE, SPECS, Servers, values_of
+from tests.parameter_server.threaded_servers import DEADLINE, SPECS, Servers, framed, values_of
 from tests.support.waiting import wait_until
 
 
@@ -334,11 +332,6 @@ def test_a_client_that_was_closed_refuses_requests_even_while_its_thread_waits(m
 
 
 # --- what is wrong ---------------------------------------------------------------------------------------------------
-
-
-def framed(message):
-    text = json.dumps(message).encode()
-    return struct.pack(">I", len(text)) + text
 
 
 STRANGE = {

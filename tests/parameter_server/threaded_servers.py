@@ -1,7 +1,9 @@
 """Servers and clients of variables that are threads of this process and talk over real sockets."""
 
 import contextlib
+import json
 import socket
+import struct
 from dataclasses import replace
 
 import keras
@@ -25,6 +27,11 @@ SPECS = (
 def values_of(specs=SPECS, seed=0):
     random = np.random.default_rng(seed)
     return {spec.name: random.normal(size=spec.shape).astype(spec.dtype) for spec in specs}
+
+
+def framed(message):
+    text = json.dumps(message).encode()
+    return struct.pack(">I", len(text)) + text
 
 
 def peer(index, workers=4, job=None):

@@ -42,12 +42,6 @@ IN_THE_SUITE = (
 )
 
 
-@pytest.fixture
-def shard_all(monkeypatch):
-    """The variables of these small models are sharded, too."""
-    monkeypatch.setattr("lockstep.devices.placement.SHARD_FROM", 3)
-
-
 def mesh_of(number):
     """One mesh for each case, and variables that are also sharded over the rows' axis for every second."""
     sizes = ((1, 2), (2, 2), (2, 1), (1, 3), (2, 2))[number % 5]

@@ -36,12 +36,6 @@ IN_THE_SUITE = (
 )
 
 
-@pytest.fixture
-def shard_all(monkeypatch):
-    """The variables of these small models are sharded, too, but for the two numbers of a seed."""
-    monkeypatch.setattr("lockstep.devices.placement.SHARD_FROM", 3)
-
-
 def topology_of(number):
     """One number of devices for each case, and recomputed layers for every second."""
     return Topology(3, (2, 4, 3)[number % 3], RECOMPUTED if number % 2 else SHARDED)

@@ -55,6 +55,12 @@ def global_batch_reason(model: keras.Model) -> str | None:
 # --- variables and tensors ---------------------------------------------------------------------------------------
 
 
+def optimizer_variables(model: keras.Model) -> list[keras.Variable]:
+    """Return the variables of a model's optimizer, if it has one; a model that was never compiled lacks the attribute."""
+    optimizer = getattr(model, "optimizer", None)
+    return list(optimizer.variables) if optimizer else []
+
+
 def is_seed(variable: keras.Variable) -> bool:
     """Return whether a variable is the state of a ``keras.random.SeedGenerator``."""
     return variable.name == "seed_generator_state" and tuple(variable.shape) == (2,)

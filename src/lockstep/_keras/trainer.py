@@ -142,18 +142,17 @@ def _patch_classes(
     current: Callable[[], Claim | None],
     current_sharder: Callable[[], VariableSharder | None],
 ) -> None:
-    trainer = next(cls for cls in keras.Model.__mro__ if "make_train_function" in vars(cls))
-    base = next(cls for cls in keras.Model.__mro__ if "compile" in vars(cls))
+    trainer, base = _owner_of("make_train_function"), _owner_of("compile")
     changed = [(trainer, "__init__"), (base, "compile"), *((trainer, f"make_{name}_function") for name in FUNCTIONS)]
     claiming = [(owner, name, _claiming(vars(owner)[name], name, current)) for owner, name in changed]
     patches.enter_context(patched(CLAIM_MODELS, claiming))
-    owner = next(cls for cls in keras.Variable.__mro__ if "_initialize" in vars(cls))
+    owner = _owner_of("_initialize", keras.Variable)
     initialize = _laying_out(vars(owner)["_initialize"], current_sharder)
     call = _laying_out_before(vars(owner)["_initialize_with_initializer"], current_sharder)
     laying_out = [(owner, "_initialize", initialize), (owner, "_initialize_with_initializer", call)]
     patches.enter_context(patched(SHARD_VARIABLES, laying_out))
     (add,) = OPTIMIZER_VARIABLES.attributes
-    optimizer = next(cls for cls in keras.Optimizer.__mro__ if add in vars(cls))
+    optimizer = _owner_of(add, keras.Optimizer)
     patches.enter_context(patched(OPTIMIZER_VARIABLES, [(optimizer, add, _marking_optimizer(vars(optimizer)[add]))]))
     normalization = keras.layers.BatchNormalization
     construct = _accept_synchronized(vars(normalization)["__init__"], current)
@@ -263,7 +262,7 @@ def attach_strategy(
         ModelError: the model's class makes a function of its own, which would be lost.
     """
     for name in FUNCTIONS:
-        maker = next(cls for cls in type(model).__mro__ if f"make_{name}_function" in vars(cls))
+        maker = _owner_of(f"make_{name}_function", type(model))
         if maker not in keras.Model.__mro__:
             raise ModelError(
                 f"{maker.__name__} makes its own {name} function, and so does a strategy. Fix: override {name}_step instead of "
@@ -530,7 +529,7 @@ def method_of_keras(name: str) -> Callable[..., Any]:
 
 def has_own(model: keras.Model, name: str) -> bool:
     """Return whether a method is one of the model's own class, and not Keras's."""
-    return next(cls for cls in type(model).__mro__ if name in vars(cls)) not in keras.Model.__mro__
+    return _owner_of(name, type(model)) not in keras.Model.__mro__
 
 
 @contextlib.contextmanager
@@ -608,8 +607,8 @@ def is_nested_evaluation(arguments: dict[str, Any]) -> bool:
     return bool(arguments.get("_use_cached_eval_dataset"))
 
 
-def _owner_of(method: str) -> type:
-    return next(cls for cls in keras.Model.__mro__ if method in vars(cls))
+def _owner_of(name: str, kind: type = keras.Model) -> type:
+    return next(cls for cls in kind.__mro__ if name in vars(cls))
 
 
 adapter_of = data_adapters.get_data_adapter  # x, y, sample_weight, batch_size, … as given to ``fit``

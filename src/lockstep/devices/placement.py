@@ -298,16 +298,16 @@ def placement_on(devices: Sequence[jax.Device], replicas: int) -> Placement:
 
 def _put_local_part(leaf: Any, sharding: NamedSharding) -> jax.Array:
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
-        return leaf if leaf.sharding == sharding else _laid_out(sharding)(leaf)
+        return leaf if leaf.sharding == sharding else laid_out(sharding)(leaf)
     if isinstance(leaf, (bool, int, float, complex)):
-        return _laid_out(sharding)(leaf)  # with its weak dtype
+        return laid_out(sharding)(leaf)  # with its weak dtype
     host = np.asarray(leaf, dtype=jax.typeof(leaf).dtype)
     # JAX takes an aligned array as it is: a view would keep the whole value in memory, and a step could not reuse that of the shard.
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index].copy())
 
 
 @cache
-def _laid_out(sharding: NamedSharding) -> Callable[[Any], jax.Array]:
+def laid_out(sharding: NamedSharding) -> Callable[[Any], jax.Array]:
     """Return a program that lays an array, or a number, over devices of several processes, all of which call it."""
     return jax.jit(lambda array: array, out_shardings=sharding)
 
@@ -323,7 +323,7 @@ def gather_on_host(array: jax.Array | PaddedArray, wanted: bool = True) -> Any:
         whole = gather_on_host(array.array, wanted)
         return np.asarray(PaddedArray(whole, array.shape)) if wanted else None
     if is_spread(array):
-        array = _laid_out(NamedSharding(array.sharding.mesh, PartitionSpec()))(array)  # type: ignore[attr-defined]
+        array = laid_out(NamedSharding(array.sharding.mesh, PartitionSpec()))(array)  # type: ignore[attr-defined]
     return np.asarray(array) if wanted else None
 
 

@@ -19,6 +19,7 @@ import numpy as np
 from jax import lax
 
 from lockstep._keras import trainer
+from lockstep._keras.graph import optimizer_variables
 from lockstep._keras.variable_placement import stored_value
 from lockstep._logging import CancelledError, listed
 from lockstep._padded_array import PaddedArray
@@ -139,12 +140,13 @@ def _agree_on_torch(client: ControlClient, log: Callable[[str], None]) -> None:
 
 def describe_model(model: keras.Model) -> dict[str, Any]:
     """Return what must be equal of a model: its layers, how it was compiled, and the checksums of its variables."""
-    optimizer = getattr(model, "optimizer", None)  # A model that was never compiled has no such attribute.
-    variables = [*model.variables, *(optimizer.variables if optimizer else [])]
     return {
         "layers": {layer.name: _config(layer.get_config) for layer in model.layers},
         "compile": _config(model.get_compile_config),
-        "variables": {x.path: f"{x.dtype} {list(x.shape)}{_host_checksum(stored_value(x))}" for x in variables},
+        "variables": {
+            x.path: f"{x.dtype} {list(x.shape)}{_host_checksum(stored_value(x))}"
+            for x in (*model.variables, *optimizer_variables(model))
+        },
     }
 
 

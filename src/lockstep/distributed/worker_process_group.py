@@ -21,6 +21,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from lockstep._array_encoding import DTYPES, array_bytes, describe_arrays, parse_description
 from lockstep._errors import ModelError
+from lockstep._keras.graph import optimizer_variables
 from lockstep._keras.patches import (
     CHIEF_ONLY_FILES,
     CHIEF_ONLY_FOLDERS,
@@ -203,8 +204,7 @@ def _saving(method: Callable[..., Any], model: keras.Model, client: ControlClien
     def save(*args: Any, **kwargs: Any) -> Any:
         if client.is_saving:  # A model saves a model within it, whose variables are gathered already.
             return method(model, *args, **kwargs)
-        optimizer = getattr(model, "optimizer", None)
-        variables = [*model.variables, *(optimizer.variables if optimizer else ())]
+        variables = [*model.variables, *optimizer_variables(model)]
         with whole_values(variables, wanted=client.group.is_chief):
             if client.group.is_chief:
                 with client.saving():

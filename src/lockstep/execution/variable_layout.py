@@ -8,6 +8,7 @@ from functools import partial
 import keras
 import numpy as np
 
+from lockstep._keras.graph import optimizer_variables
 from lockstep._padded_array import padded_shape
 from lockstep.devices.placement import DEVICE_AXIS, Placement, is_large
 from lockstep.execution.variable_shards import Recompute, Shard, is_sharded, layers_to_recompute
@@ -129,9 +130,8 @@ def layout_of(
         axes = tuple(DEVICE_AXIS if number == axis else None for number in range(len(shape)))
         return VariableLayout(variable.path, owner, shape, size, axes, device_size, gathered)
 
-    optimizer = getattr(model, "optimizer", None)
     rows = [row("model", variable) for variable in model.weights]
-    rows += [row("optimizer", variable) for variable in (optimizer.variables if optimizer else ())]
+    rows += [row("optimizer", variable) for variable in optimizer_variables(model)]
     return ModelLayout(len(placement.devices), tuple(rows))
 
 

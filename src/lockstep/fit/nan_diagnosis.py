@@ -28,7 +28,7 @@ from lockstep._padded_array import without_padding
 from lockstep.data.random_state import capture_random_state, restore_random_state
 from lockstep.devices.batch_layout import BatchLayout
 from lockstep.devices.names import device_name
-from lockstep.devices.placement import PlacedRows, Placement, count_rows, is_rows
+from lockstep.devices.placement import PlacedRows, Placement, count_rows, is_rows, laid_out
 from lockstep.execution.executors import EagerExecutor
 from lockstep.execution.nonfinite_gate import loss_logs
 from lockstep.execution.replica import ReplicaResult
@@ -463,7 +463,7 @@ def _on_one_device(tree: Any, placement: Placement) -> Any:
         if not isinstance(leaf, jax.Array):
             return jax.device_put(leaf, device)
         if isinstance(leaf.sharding, NamedSharding) and not leaf.is_fully_replicated:
-            leaf = jax.jit(lambda array: array, out_shardings=placement.replicated)(leaf)
+            leaf = laid_out(placement.replicated)(leaf)
         return jax.device_put(leaf.addressable_shards[0].data, device)
 
     return jax.tree.map(own, tree)

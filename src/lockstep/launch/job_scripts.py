@@ -158,11 +158,7 @@ def skypilot_task(job: LaunchConfig) -> str:
     Raises:
         OptionError: the number of nodes is a range.
     """
-    if job.is_elastic:
-        raise OptionError(
-            f"--print skypilot: SkyPilot allocates all nodes of a job or none, so it needs one number, got --nnodes {job.nnodes}. "
-            "Fix: give one number."
-        )
+    _refuse_range("skypilot", "SkyPilot allocates all nodes of a job or none", job)
     image = "" if job.container_image is None else f"  image_id: {json.dumps(f'docker:{job.container_image}')}\n"
     return _SKYPILOT_TASK.format(
         name=job_name(job),
@@ -241,10 +237,7 @@ def ray_script(job: LaunchConfig) -> str:
     Raises:
         OptionError: the number of nodes is a range.
     """
-    if job.is_elastic:
-        raise OptionError(
-            f"--print ray: Ray allocates all nodes of a placement group or none, so it needs one number, got --nnodes {job.nnodes}."
-        )
+    _refuse_range("ray", "Ray allocates all nodes of a placement group or none", job)
     return _RAY_SCRIPT.format(
         name=job_name(job),
         nodes=job.nodes,
@@ -483,7 +476,7 @@ def jobset_manifest(job: LaunchConfig) -> str:
     Raises:
         OptionError: the number of nodes is a range.
     """
-    _refuse_range("jobset", "a JobSet", job)
+    _refuse_range("jobset", "a JobSet starts all of its pods anew if one fails", job, ", or print kubernetes")
     name = job_name(job)
     alone = replace(job, max_restarts=0)
     spec = _job_spec(
@@ -504,7 +497,9 @@ def trainjob_manifest(job: LaunchConfig) -> str:
     Raises:
         OptionError: the number of nodes is a range.
     """
-    _refuse_range("trainjob", "the JobSet of a TrainJob", job)
+    _refuse_range(
+        "trainjob", "the JobSet of a TrainJob starts all of its pods anew if one fails", job, ", or print kubernetes"
+    )
     alone = replace(job, max_restarts=0)
     jobset = _jobset_spec(job, _job_spec(alone, container=_NODE), _TRAINER_METADATA)
     process = _process(alone, _pods_of_jobset(job), resources="resourcesPerNode")
@@ -515,11 +510,10 @@ def trainjob_manifest(job: LaunchConfig) -> str:
     return _SECRET.format(name=name) + manifest
 
 
-def _refuse_range(printer: str, which: str, job: LaunchConfig) -> None:
+def _refuse_range(printer: str, reason: str, job: LaunchConfig, or_else: str = "") -> None:
     if job.is_elastic:
         raise OptionError(
-            f"--print {printer}: {which} starts all of its pods anew if one fails, so it needs one number, got --nnodes {job.nnodes}. "
-            "Fix: give one number, or print kubernetes."
+            f"--print {printer}: {reason}, so it needs one number, got --nnodes {job.nnodes}. Fix: give one number{or_else}."
         )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from lockstep._errors import USER_ERROR, ClusterError, ScopeError, summary_of
+from lockstep._errors import USER_ERROR, ClusterError, ScopeError, exit_code_of, summary_of
 from lockstep._keras import trainer
 from lockstep._keras.trainer import refresh_before_sync
 from lockstep.data import fit_wrapper
@@ -20,7 +20,6 @@ from lockstep.data.indexed_batches import IndexedBatches
 from lockstep.data.keras_adapter import KerasInput
 from lockstep.data.process_group import ProcessGroup
 from lockstep.data.random_state import capture_random_state, restore_random_state
-from lockstep.distributed.control.termination import exit_code_of
 from lockstep.distributed.control.transport import as_text
 from lockstep.fit.checkpointing.backup_and_restore import BackupAndRestore
 from lockstep.fit.checkpointing.model_state import named_variables

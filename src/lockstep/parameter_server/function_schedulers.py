@@ -14,10 +14,18 @@ from typing import Any
 import keras
 import numpy as np
 
-from lockstep._errors import PEER_LOST, USER_ERROR, ClusterError, InputError, ModelError, ScopeError, summary_of
+from lockstep._errors import (
+    PEER_LOST,
+    USER_ERROR,
+    ClusterError,
+    InputError,
+    ModelError,
+    ScopeError,
+    exit_code_of,
+    summary_of,
+)
 from lockstep._keras.trainer import variables_of
 from lockstep.data.keras_adapter import KerasInput
-from lockstep.distributed.control.termination import exit_code_of
 from lockstep.execution.replica import StateMerge
 from lockstep.parameter_server.cluster_coordinator import resolve_per_worker
 from lockstep.parameter_server.function_scheduler_base import (
@@ -36,7 +44,7 @@ from lockstep.parameter_server.function_scheduler_base import (
     state_after_evaluation,
     weights_of,
 )
-from lockstep.parameter_server.gradient_step import GradientStep, names_of
+from lockstep.parameter_server.gradient_step import GradientStep, Values, names_of
 from lockstep.parameter_server.process_role import ProcessContext
 from lockstep.parameter_server.rpc import ArrayServer
 from lockstep.parameter_server.state_sync import (
@@ -60,8 +68,6 @@ from lockstep.parameter_server.task_client import (
 )
 from lockstep.parameter_server.task_dispatcher import Result, TaskDispatcher
 from lockstep.parameter_server.variable_client import VariableClient
-
-Values = list[np.ndarray]
 
 
 class ChiefScheduler(SchedulerBase):
@@ -387,7 +393,7 @@ class FunctionRunner:
             self.pause()
         return {}, encode_result(found, name) | self._changed
 
-    def pull(self, model: keras.Model) -> Values:
+    def pull(self, model: keras.Model) -> list[np.ndarray]:
         """See :meth:`lockstep.ParameterServerStrategy.pull`."""
         self._check_model("pull", model)
         values, _ = self._pull_values()

@@ -14,7 +14,8 @@ import numpy as np
 
 from lockstep.execution.call_splitter import state_merge
 from lockstep.execution.replica import StateMerge, replica_seed
-from lockstep.parameter_server.gradient_step import iterations_of, names_of
+from lockstep.parameter_server.array_transport import Arrays
+from lockstep.parameter_server.gradient_step import Values, iterations_of, names_of
 from lockstep.parameter_server.optimizer_sharding import OptimizerState
 from lockstep.parameter_server.sharding import ShardingPlan
 from lockstep.parameter_server.task_dispatcher import TaskDispatcher
@@ -26,8 +27,6 @@ _TOLERANCE = 1e-2  # of the largest number of a change
 STATE = "state"  # Key under which the chief publishes the values of non-trainable variables.
 _METRIC, _OTHER, _NEW = "metric/", "other/", "new/"
 
-Arrays = Mapping[str, np.ndarray]
-Values = Sequence[np.ndarray]
 StepState = tuple[Values, Values]  # values of the non-trainable variables and of the metrics' variables
 State = tuple[list[Any], list[Any], list[Any], list[Any]]  # trainable, non-trainable, optimizer's and metrics' values
 

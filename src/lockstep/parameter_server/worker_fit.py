@@ -13,6 +13,7 @@ from lockstep.execution.step_functions import in_step
 from lockstep.parameter_server.gradient_step import (
     GradientResult,
     GradientStep,
+    Values,
     check_can_split,
     check_mean_loss,
     count_batch_rows,
@@ -44,9 +45,6 @@ def epoch_key(number: int) -> str:
 def hook_key(number: int) -> str:
     """Return the key under which the chief publishes a hook of the data, counted from 0."""
     return f"hook {number}"
-
-
-Values = list[np.ndarray]
 
 
 class WorkerFit:

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 from lockstep._errors import ModelError, ScopeError, file_path
 from lockstep._keras import trainer
 from lockstep._keras.batch_normalization import unsynchronized_normalizations
-from lockstep._keras.graph import global_batch_reason
+from lockstep._keras.graph import global_batch_reason, optimizer_variables
 from lockstep._keras.patches import value_in_context
 from lockstep._keras.variable_placement import VariableSharder, has_layout, lay_out
 from lockstep._logging import counted, log_info, log_warning
@@ -343,9 +343,9 @@ class Strategy(Diagnostics):
 
     def _lay_out_variables(self, model: keras.Model, sharder: VariableSharder) -> None:
         """Lay a model's variables over the devices as a step returns them; some may be older than the scope."""
-        optimizer, replicated = getattr(model, "optimizer", None), self._placement.replicated
+        replicated = self._placement.replicated
         older = [variable for variable in model.variables if self._shards_variables and not has_layout(variable)]
-        for variable in (*older, *(optimizer.variables if optimizer else ())):
+        for variable in (*older, *optimizer_variables(model)):
             lay_out(variable, sharder.sharding_of(variable, tuple(variable.shape)), sharder)
         for variable in filter(has_layout, model.metrics_variables):
             lay_out(variable, replicated, sharder)

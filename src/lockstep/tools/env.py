@@ -1,4 +1,4 @@
-"""Describe this machine: one line for reports and benchmarks, and the output of ``lockstep env``."""
+"""The environment: a line about this machine for reports and benchmarks, the output of ``lockstep env``, and variables that are set for a while."""
 
 import json
 import os
@@ -7,7 +7,8 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -21,6 +22,18 @@ from lockstep.distributed.resolvers import notes_if_alone
 from lockstep.launch.worker_environment import choose_allocator, glibc_version, library_folders
 
 _PROCESSORS = Path("/proc/cpuinfo")
+
+
+@contextmanager
+def environment_set(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables while this context is open."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None) if value is None else os.environ.update({name: value})
 
 
 def describe_machine() -> str:

@@ -30,18 +30,6 @@ from lockstep.doctor.base import calling_location
 from lockstep.launch.reaper import die_with_parent
 
 
-@contextmanager
-def environment_set(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables while this context is open."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name, None) if value is None else os.environ.update({name: value})
-
-
 class NoFitError(OptionError):
     """The script has ended without a call of ``fit``."""
 

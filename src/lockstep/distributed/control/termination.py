@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
 
-from lockstep._errors import INTERRUPTED, USER_ERROR, ClusterError, summary_of
+from lockstep._errors import USER_ERROR, exit_code_of, summary_of
 from lockstep.distributed.control.control_client import ControlClient
 from lockstep.distributed.control.failure_detector import Failure, FailureKind
 
@@ -128,7 +128,7 @@ class ExitGuard:
 
     def _end_after(self, error: BaseException) -> None:
         failure = None if self.client is None else _cause(self.client, self._raised)
-        code = exit_code_of(error, failure)
+        code = exit_code_of(error, USER_ERROR if failure is None else failure.exit_code)
         if failure is not None:
             for callback in _consequence_callbacks:
                 callback()
@@ -187,17 +187,6 @@ def _cause(client: ControlClient, summary: str) -> Failure | None:
     failure = client.failure
     is_own = failure is not None and failure.kind is FailureKind.FAILED and failure.worker == client.group.index
     return None if is_own else failure
-
-
-def exit_code_of(error: BaseException, failure: Failure | None = None) -> int:
-    """Return the exit code of a process that ends with an exception, of which ``failure`` is the cause if it is given."""
-    if isinstance(error, SystemExit) and isinstance(error.code, int):
-        return error.code
-    if isinstance(error, ClusterError) and error.exit_code is not None:
-        return error.exit_code
-    if isinstance(error, KeyboardInterrupt):
-        return INTERRUPTED
-    return USER_ERROR if failure is None else failure.exit_code
 
 
 def _flush() -> None:

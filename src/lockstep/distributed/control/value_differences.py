@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lockstep._errors import shortened
 from lockstep._logging import listed
 
 _ABSENT = "nothing"
-_MAX_SHOWN = 200  # Characters of a value in a sentence.
 
 
 def first_difference(left: Any, right: Any, path: str = "") -> tuple[str, str, str] | None:
@@ -31,7 +31,7 @@ def first_difference(left: Any, right: Any, path: str = "") -> tuple[str, str, s
                 return inner, _shown(left, key), _shown(right, key)
             if found := first_difference(left[key], right[key], inner):
                 return found
-    return path, _short(_text(left)), _short(_text(right))
+    return path, shortened(_text(left)), shortened(_text(right))
 
 
 @dataclass(frozen=True)
@@ -92,8 +92,4 @@ def _text(value: Any) -> str:
 
 
 def _shown(values: Mapping[str, Any], key: str) -> str:
-    return _short(_text(values[key])) if key in values else _ABSENT
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}…"
+    return shortened(_text(values[key])) if key in values else _ABSENT

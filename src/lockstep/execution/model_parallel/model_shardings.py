@@ -20,7 +20,14 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from lockstep._errors import DeviceError, ModelError, OptionError, named_arguments, shown, whole_number
 from lockstep._keras.batch_normalization import clear_synchronized
-from lockstep._keras.graph import cause_of, copy_keras_mask, layers_of, models_of, training_argument
+from lockstep._keras.graph import (
+    cause_of,
+    copy_keras_mask,
+    layers_of,
+    models_of,
+    optimizer_variables,
+    training_argument,
+)
 from lockstep._keras.variable_placement import has_layout
 from lockstep.devices.names import platform_of
 from lockstep.devices.placement import DEVICE_AXIS, MeshPlacement, is_large
@@ -330,13 +337,13 @@ class ModelShardings:
     def axes_of_optimizer(self) -> list[Axes]:
         """Return the same for the variables of the optimizer: those of the variables to which they belong."""
         own = {(_flat_path(one), tuple(one.shape)): one for one in self._model.trainable_variables}
-        return [self._axes_of_slot(slot, own) for slot in self._optimizer_variables]
+        return [self._axes_of_slot(slot, own) for slot in optimizer_variables(self._model)]
 
     def all(self) -> Iterator[tuple[keras.Variable, NamedSharding]]:
         """Yield the variables of the model and of its optimizer with their shardings."""
         for variable in self._model.variables:
             yield variable, self.sharding_of(variable)
-        for slot, axes in zip(self._optimizer_variables, self.axes_of_optimizer(), strict=True):
+        for slot, axes in zip(optimizer_variables(self._model), self.axes_of_optimizer(), strict=True):
             yield slot, self._options.sharding(axes)
 
     def sharding_of(self, variable: keras.Variable) -> NamedSharding:
@@ -409,7 +416,7 @@ class ModelShardings:
             )
 
         rows = [row("model", variable, self.axes_of(variable)) for variable in self._model.weights]
-        slots = zip(self._optimizer_variables, self.axes_of_optimizer(), strict=True)
+        slots = zip(optimizer_variables(self._model), self.axes_of_optimizer(), strict=True)
         rows += [row("optimizer", variable, axes) for variable, axes in slots]
         return ModelLayout(len(options.placement.devices), tuple(rows))
 
@@ -417,11 +424,6 @@ class ModelShardings:
     def _layers(self) -> list[Any]:
         """The model, and models and layers within it at all depths."""
         return [*models_of(self._model), *layers_of(self._model)]
-
-    @property
-    def _optimizer_variables(self) -> list[keras.Variable]:
-        optimizer = getattr(self._model, "optimizer", None)
-        return list(optimizer.variables) if optimizer else []
 
     def _wanted_axes(self, variable: keras.Variable) -> Axes:
         whole: Axes = (None,) * len(variable.shape)

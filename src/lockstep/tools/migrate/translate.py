@@ -21,6 +21,7 @@ from lockstep._atomic_files import replace_file
 from lockstep._errors import LockstepError, OptionError
 from lockstep.doctor.base import Report
 from lockstep.tools.doctor_command import examine_script, to_standard_error
+from lockstep.tools.env import environment_set
 from lockstep.tools.migrate import rewrite_rules, source
 from lockstep.tools.migrate.incompatibilities import find_incompatibilities
 from lockstep.tools.migrate.rewrite_rules import (
@@ -40,7 +41,6 @@ from lockstep.tools.migrate.source import (
     relevant_imports,
 )
 from lockstep.tools.migrate.symbol_map import short, translated, why_absent
-from lockstep.tools.script_runner import environment_set
 
 _PREFIX = "# lockstep migrate: "
 _INSTEAD = {"batch_input_shape": "put keras.Input(batch_shape=…) before it"}

@@ -19,7 +19,7 @@ from lockstep._errors import OptionError, install_extra, shown
 from lockstep.collectives.cost_model import Network, NetworkLink
 from lockstep.devices.host_memory import host_memory
 from lockstep.devices.names import resolve_devices
-from lockstep.tools.script_runner import environment_set
+from lockstep.tools.env import environment_set
 
 GPUS_OF_A_MACHINE = 8
 MAX_DEVICES = 4096
