@@ -69,13 +69,13 @@ def gradient():
 
 def drive(index, workers, ports, seconds, start, results):
     from lockstep.distributed.control.handshake import Peer
-    from lockstep.parameter_server.rpc import connect
+    from lockstep.parameter_server.rpc import connect_rpc
     from lockstep.parameter_server.task_client import TaskClient
     from lockstep.parameter_server.variable_client import VariableClient
 
     me = Peer(index, workers, "here", index)
     client = VariableClient(plan_of(), [f"127.0.0.1:{ports[0]}"], me)
-    dispatcher = TaskClient(connect("chief", f"127.0.0.1:{ports[1]}", me, None, 60.0, print))
+    dispatcher = TaskClient(connect_rpc("chief", f"127.0.0.1:{ports[1]}", me, None, 60.0, print))
     arrays = gradient()
     dispatcher.enter(1)
     client.pull(will_push=False)

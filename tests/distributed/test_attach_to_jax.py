@@ -8,7 +8,7 @@ import pytest
 
 import lockstep
 from lockstep.distributed import attach_to_jax
-from lockstep.distributed.attach_to_jax import _check_secrets, _gather_over_jax, _open_channel, check_source
+from lockstep.distributed.attach_to_jax import _check_secrets, _gather_over_jax, _open_channel, compare_with_jax
 from lockstep.distributed.cluster.membership import WorkerGroup
 
 
@@ -24,13 +24,13 @@ def group(workers, index, source="Slurm"):
 
 
 def test_a_resolver_that_agrees_with_jax_needs_no_note(of_three):
-    assert check_source(group(3, 1), is_chosen=True) is None
+    assert compare_with_jax(group(3, 1), is_chosen=True) is None
 
 
 @pytest.mark.parametrize("is_chosen", [True, False])
 def test_another_number_of_workers_is_an_error(of_three, is_chosen):
     with pytest.raises(lockstep.ClusterError) as raised:
-        check_source(group(2, 1), is_chosen)
+        compare_with_jax(group(2, 1), is_chosen)
     assert str(raised.value) == (
         "Slurm says that this process is worker 1 of 2, but JAX is initialized already, with this process as 1 of 3. Fix: give "
         "jax.distributed.initialize() the same numbers, or leave that call to Lockstep, or leave out what says it "
@@ -40,12 +40,12 @@ def test_another_number_of_workers_is_an_error(of_three, is_chosen):
 
 @pytest.mark.parametrize(("workers", "index"), [(3, 2), (1, 0)])
 def test_inherited_variables_with_another_index_or_of_one_process_are_noted(of_three, workers, index):
-    assert check_source(group(workers, index), is_chosen=False) == (
+    assert compare_with_jax(group(workers, index), is_chosen=False) == (
         f"Slurm says that this process is worker {index} of {workers}. That is not used, as JAX is initialized already, with this "
         "process as 1 of 3."
     )
     with pytest.raises(lockstep.ClusterError, match=f"TF_CONFIG says that this process is worker {index} of {workers}"):
-        check_source(group(workers, index, "TF_CONFIG"), is_chosen=True)
+        compare_with_jax(group(workers, index, "TF_CONFIG"), is_chosen=True)
 
 
 def opened(machines, environ, address="127.0.0.1"):
@@ -118,16 +118,16 @@ def test_what_jax_says_of_a_lost_process_is_shown(of_three, monkeypatch):
         _gather_over_jax({}, "an introduction", 60, print)
 
 
-def test_a_pod_whose_devices_span_processes_is_adopted_though_nobody_initialized_jax(monkeypatch):
+def test_a_pod_whose_devices_span_processes_is_attached_to_though_nobody_initialized_jax(monkeypatch):
     """libtpu connects the hosts of a TPU pod by itself."""
 
-    class AdoptedError(Exception):
+    class AttachedError(Exception):
         pass
 
-    def adopt(check, timeout_seconds, log, environ):
-        raise AdoptedError
+    def attach(check, timeout_seconds, log, environ):
+        raise AttachedError
 
-    monkeypatch.setattr("lockstep.strategies.multi_worker.adopt_job", adopt)
+    monkeypatch.setattr("lockstep.strategies.multi_worker.attach_job", attach)
     monkeypatch.setattr("jax.process_count", lambda: 4)
-    with pytest.raises(AdoptedError):
+    with pytest.raises(AttachedError):
         lockstep.MultiWorkerMirroredStrategy(devices=["cpu:0"])

@@ -14,7 +14,7 @@ from lockstep._errors import INTERRUPTED, MAX_SECONDS, NO_PROGRESS, PEER_LOST, U
 from lockstep.distributed.control.transport import ProtocolError
 from lockstep.parameter_server import task_dispatcher
 from lockstep.parameter_server.array_transport import MAX_HEAD_BYTES
-from lockstep.parameter_server.rpc import ArrayServer, ClientSession, connect
+from lockstep.parameter_server.rpc import ArrayServer, ClientSession, connect_rpc
 from lockstep.parameter_server.task_client import CallEnded, TaskClient, run_tasks
 from lockstep.parameter_server.task_dispatcher import TaskDispatcher
 from tests.parameter_server.threaded_servers import DEADLINE, Servers, peer, values_of
@@ -36,7 +36,9 @@ class ServedDispatcher(contextlib.ExitStack):
         self.callback(self.server.stop)
 
     def client(self, index, job=None, timeout_seconds=DEADLINE, **options):
-        rpc_client = connect("chief", self._address, peer(index, job=job), None, timeout_seconds, self.logged.append)
+        rpc_client = connect_rpc(
+            "chief", self._address, peer(index, job=job), None, timeout_seconds, self.logged.append
+        )
         client = TaskClient(rpc_client, **options)
         self.callback(client.close)
         return client

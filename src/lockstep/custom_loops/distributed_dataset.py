@@ -365,10 +365,10 @@ def _kinds_of(batch: Any) -> list[Any]:
 
 
 def _read(batches: Iterator[Any], count: int) -> list[Any]:
-    return [jax.tree.map(_check_rows, batch) for batch in islice(batches, count)]
+    return [jax.tree.map(_array_with_rows, batch) for batch in islice(batches, count)]
 
 
-def _check_rows(leaf: Any) -> Any:
+def _array_with_rows(leaf: Any) -> Any:
     array = as_numeric_array(leaf)
     if not array.ndim:
         raise InputError(

@@ -111,10 +111,10 @@ class _Programs:
         if key not in self._kept:
             kept = self._kept
             try:
-                function = (weakref.WeakMethod if is_method else weakref.ref)(fn, lambda _: kept.pop(key, None))
+                reference = (weakref.WeakMethod if is_method else weakref.ref)(fn, lambda _: kept.pop(key, None))
             except TypeError:  # A method of a named tuple, for example, has no weak references.
                 return self._of_equal(fn)
-            kept[key] = function, self._make(function)
+            kept[key] = reference, self._make(reference)
         return self._kept[key][1]
 
 
@@ -237,12 +237,12 @@ class StrategyApi:
     def _programs(self) -> _Programs:
         return _Programs(self._make_program)
 
-    def _make_program(self, function: Callable[[], Any]) -> _Program:
+    def _make_program(self, get_function: Callable[[], Any]) -> _Program:
         variables_read = functools.lru_cache(_MAX_REMEMBERED_CALLS)(lambda arguments: list[keras.Variable]())
 
         def run(arguments: _Arguments, values: list[Any], read: list[jax.Array]) -> Any:
             known = variables_read(arguments)[: len(read)]
-            return self._run(function(), arguments, values, known, read)
+            return self._run(get_function(), arguments, values, known, read)
 
         return _Program(jax.jit(run, static_argnums=0), variables_read)
 

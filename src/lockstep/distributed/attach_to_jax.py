@@ -47,13 +47,13 @@ _ANY_ADDRESS = ("192.0.2.1", 9)
 Log = Callable[[str], None]
 
 
-def is_to_adopt() -> bool:
+def is_to_attach() -> bool:
     """Return whether JAX was initialized over processes, but not by Lockstep."""
     job = joined_job()
     return jax.distributed.is_initialized() if job is None else not job.owns_jax
 
 
-def check_source(source: WorkerGroup, is_chosen: bool) -> str | None:
+def compare_with_jax(source: WorkerGroup, is_chosen: bool) -> str | None:
     """Compare what a resolver says with the processes of JAX, which has started.
 
     Args:
@@ -79,7 +79,7 @@ def check_source(source: WorkerGroup, is_chosen: bool) -> str | None:
     return f"{says}. That is not used, as {has}."
 
 
-def adopt_job(check: Callable[[], None], timeout_seconds: float, log: Log, environ: Mapping[str, str]) -> ProcessJob:
+def attach_job(check: Callable[[], None], timeout_seconds: float, log: Log, environ: Mapping[str, str]) -> ProcessJob:
     """Join the other processes of JAX, which has started, or return the job that was joined before; if ``check`` raises ClusterError in one, all
     raise that error.
 
@@ -88,23 +88,23 @@ def adopt_job(check: Callable[[], None], timeout_seconds: float, log: Log, envir
     """
     if joined_job() is not None:
         check()
-    return job_made_once(lambda: _adopt(check, timeout_seconds, log, environ))
+    return job_made_once(lambda: _attach(check, timeout_seconds, log, environ))
 
 
-def _adopt(check: Callable[[], None], timeout_seconds: float, log: Log, environ: Mapping[str, str]) -> ProcessJob:
+def _attach(check: Callable[[], None], timeout_seconds: float, log: Log, environ: Mapping[str, str]) -> ProcessJob:
     def exchange(own: dict[str, Any], what: str) -> list[dict[str, Any]]:
         return _gather_over_jax(own, what, timeout_seconds, log)
 
     guard = ExitGuard()
     guard.install()  # JAX holds a process that ends after an error for minutes, waiting for the others.
     try:
-        return _join_adopted(exchange, check, guard, timeout_seconds, log, environ)
+        return _exchange_and_join(exchange, check, guard, timeout_seconds, log, environ)
     except BaseException as error:
         guard.leave_after(error)
         raise
 
 
-def _join_adopted(
+def _exchange_and_join(
     exchange: Callable[[dict[str, Any], str], list[dict[str, Any]]],
     check: Callable[[], None],
     guard: ExitGuard,
@@ -213,7 +213,7 @@ def _gather_over_jax(own: dict[str, Any], what: str, limit: float, log: Log) -> 
             found.append(error)
 
     others = f"process {listed(str(index) for index in range(count) if index != me)} of {count} of JAX"
-    wait, thread = WaitLogger(log), threading.Thread(target=gather, name="lockstep-adoption", daemon=True)
+    wait, thread = WaitLogger(log), threading.Thread(target=gather, name="lockstep-attach", daemon=True)
     thread.start()
     while thread.is_alive():
         thread.join(_POLL_SECONDS)

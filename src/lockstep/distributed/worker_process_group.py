@@ -39,7 +39,7 @@ from lockstep.data.process_group import ProcessGroup
 from lockstep.devices.placement import DEVICE_AXIS, Placement, is_rows
 from lockstep.distributed.consistency import BatchComparison, DriftCheck, compare_batch, describe_model
 from lockstep.distributed.control.control_client import MAIN, ControlClient
-from lockstep.distributed.control.heartbeat import END_OF_FIT, WorkerStatus
+from lockstep.distributed.control.heartbeat import COMPILING, DATA, END_OF_FIT, STEP, WorkerStatus
 from lockstep.distributed.control.transport import as_text
 from lockstep.execution.step_hooks import StepHook
 
@@ -326,21 +326,21 @@ class ProgressReporter(StepHook):
         self._seen: WeakKeyDictionary[Any, set[Any]] = WeakKeyDictionary()
 
     def on_fetch(self) -> None:
-        self._client.report(self._steps, "data")
+        self._client.report(self._steps, DATA)
 
     def on_step_start(self, model: keras.Model, kind: str, batch: Any) -> None:
         self._steps += 1
         # Each compile() of the model makes another function, which JAX compiles again.
         seen = self._seen.setdefault(getattr(model, f"{kind}_function") or model, set())
         shape = tuple(_kind(leaf) for leaf in jax.tree.leaves(batch, is_leaf=is_rows))
-        self._client.report(self._steps, "step" if shape in seen else "compiling")
+        self._client.report(self._steps, STEP if shape in seen else COMPILING)
         seen.add(shape)
 
     def on_pause(self) -> None:
-        self._client.report(self._steps, "compiling")
+        self._client.report(self._steps, COMPILING)
 
     def on_step_end(self, model: keras.Model, kind: str, state: Any, logs: Any) -> None:
-        self._client.report(self._steps, "step")
+        self._client.report(self._steps, STEP)
         if kind != "train" or not self._drift:
             return
         self._trained += 1

@@ -130,7 +130,7 @@ def with_batch(call: FitCall, batch: Any) -> FitCall:
     return replace(whole, rows_read=whole.rows)
 
 
-def check_call(call: FitCall, first: Any = None) -> list[Finding]:
+def call_findings(call: FitCall, first: Any = None) -> list[Finding]:
     """Return the findings about a call of ``fit``, its data and its first batch, if that is known, without running a step."""
     call = replace(call, max_values=_MAX_VALUES)
     data = call if call.rows is not None or first is None else with_batch(call, first)
@@ -162,7 +162,7 @@ def examine(call: FitCall, functions: StepFunctions, fit_wrapper: FitWrapper, en
     batches = read_batches(
         fit_wrapper.open_preview(model, data, **{name: call.arguments.get(name) for name in _OPTIONS})
     )
-    found = check_call(call, batches.batches[0] if batches.batches else None)
+    found = call_findings(call, batches.batches[0] if batches.batches else None)
     try:
         of_steps, lines, left_out = _check_steps(call, functions, batches)
     except Exception as error:

@@ -29,7 +29,7 @@ from lockstep.parameter_server import function_scheduler_base
 from lockstep.parameter_server.chief_fit import READY, ChiefFit
 from lockstep.parameter_server.evaluator import run_evaluator
 from lockstep.parameter_server.function_schedulers import ChiefScheduler, WorkerScheduler
-from lockstep.parameter_server.gradient_step import as_json
+from lockstep.parameter_server.gradient_step import logs_as_json
 from lockstep.parameter_server.process_role import ProcessContext
 from lockstep.parameter_server.sharding import ShardingPlan
 from lockstep.parameter_server.staleness import StalenessMetrics
@@ -82,7 +82,7 @@ class ChiefFitDispatch(ProcessGroup):
         except Exception as error:
             self._dispatcher.close({"error": summary_of(error)})
             raise
-        self._dispatcher.close({"value": as_json(found)} | function_scheduler_base.state_after_evaluation(data))
+        self._dispatcher.close({"value": logs_as_json(found)} | function_scheduler_base.state_after_evaluation(data))
         return found
 
     def _fit(self, model: keras.Model, arguments: dict[str, Any], proceed: Callable[[], Any]) -> Any:
@@ -103,7 +103,7 @@ class ChiefFitDispatch(ProcessGroup):
         data.close()  # If the epoch was cut short, the iterator of the input is closed here.
         result = {"epoch": list(history.epoch), "taken": data.total_taken, "random": capture_random_state()}
         # What JSON has no form for is text in the history of other processes.
-        logs = json.dumps(as_json(history.history), default=str)
+        logs = json.dumps(logs_as_json(history.history), default=str)
         texts = {_HOOKS: as_text(data.epoch_hooks), _HISTORY: logs.encode()}
         values = {name: np.asarray(variable.value) for name, variable in synced_variables(model).items()}
         kept = {name: np.frombuffer(text, np.uint8) for name, text in texts.items()}

@@ -107,7 +107,7 @@ class _SplitProof:
             self._is_in_call = False
 
 
-def check_mean_loss(model: keras.Model, batch: Any, parts: int) -> str:
+def compare_losses_of_parts(model: keras.Model, batch: Any, parts: int) -> str:
     """Refuse a model whose loss of a batch is not the mean of the losses of its rows, because parts would change the gradient.
 
     The batch is on the host.
@@ -254,7 +254,7 @@ class GradientStep:
         new = apply_changes((state[1], state[3]), changes)
         new_non_trainable, new_metrics = [[np.asarray(value) for value in kind] for kind in new]
         named = {name: np.asarray(gradient) for name, gradient in zip(self._names, gradients, strict=True)}
-        own_logs, others = as_json(dict(logs)), as_json(dict(metric_logs))
+        own_logs, others = logs_as_json(dict(logs)), logs_as_json(dict(metric_logs))
         return GradientResult(named, own_logs, others, new_non_trainable, new_metrics)
 
     def _step_with_metric_logs(self, state: Any, batch: Any) -> tuple[Any, Any]:
@@ -306,6 +306,6 @@ def rules_of(model: keras.Model) -> UpdateRules:
     return UpdateRules(constraints, frozenset(trainer.names_without_decay(model.optimizer, pairs)))
 
 
-def as_json(found: Any) -> Any:
+def logs_as_json(found: Any) -> Any:
     """Return numbers, lists and dicts as JSON values."""
     return keras.tree.map_structure(lambda value: np.asarray(value).tolist(), found)

@@ -19,7 +19,7 @@ from lockstep.distributed.control.handshake import Peer, check_closed, open_list
 from lockstep.distributed.resolvers.base import ClusterResolver
 from lockstep.parameter_server.gradient_step import rules_of, specs_of
 from lockstep.parameter_server.optimizer_sharding import check_optimizer
-from lockstep.parameter_server.rpc import ArrayServer, connect
+from lockstep.parameter_server.rpc import ArrayServer, connect_rpc
 from lockstep.parameter_server.sharding import PartitionFunction, ShardingPlan, plan_shards
 from lockstep.parameter_server.task_client import TaskClient
 from lockstep.parameter_server.task_dispatcher import TaskDispatcher
@@ -191,7 +191,7 @@ class ProcessContext:
         check_closed(self.role.chief, self.network, self.role.name)
         name = self.role.name_of("chief", 0).partition(" ")[0]
         return TaskClient(
-            connect(name, self.role.chief, self.peer, self.network.secret, self.timeout_seconds, self.log)
+            connect_rpc(name, self.role.chief, self.peer, self.network.secret, self.timeout_seconds, self.log)
         )
 
     def plan_for(self, model: keras.Model) -> ShardingPlan:

@@ -23,11 +23,11 @@ from lockstep.distributed.control.handshake import (
     Peer,
     RejectionLog,
     RetryableConnectError,
+    connect,
     introduce,
     refusal,
     wait_until_admitted,
 )
-from lockstep.distributed.control.handshake import connect as connect_to
 from lockstep.distributed.control.transport import EventLoop, FramedSocket, ProtocolError, encode
 from lockstep.distributed.control.value_differences import first_difference
 from lockstep.parameter_server.array_transport import (
@@ -177,7 +177,7 @@ def _check_reply(reply: Message, given: tuple[ArraySpec, ...], check: CheckReque
         raise ProtocolError(f"arrays follow a {reply['kind']!r}")
 
 
-def connect(
+def connect_rpc(
     name: str,
     address: str,
     me: Peer,
@@ -219,7 +219,7 @@ def connect(
 
 
 def _connect_once(address: str, me: Peer, secret: bytes | None, seconds: float) -> ArrayConnection:
-    connection = connect_to(address, seconds)
+    connection = connect(address, seconds)
     try:
         introduce(connection, me, secret, seconds)
         wait_until_admitted(connection, seconds)

@@ -17,7 +17,7 @@ from lockstep.parameter_server.messages import (
     pull_response_check,
     strip_prefixes,
 )
-from lockstep.parameter_server.rpc import Response, RpcClient, check_no_arrays, connect
+from lockstep.parameter_server.rpc import Response, RpcClient, check_no_arrays, connect_rpc
 from lockstep.parameter_server.sharding import Shard, ShardingPlan
 from lockstep.parameter_server.sparse_rows import Gradient, gradient_of_shard
 
@@ -74,7 +74,7 @@ class VariableClient:
             for number, address in enumerate(addresses):
                 known = replace(me, identity=plan.identity_of(number) | dict(me.identity))
                 self._rpc_clients.append(
-                    connect(f"ps {number}", address, known, secret, timeout_seconds, log, raise_failure)
+                    connect_rpc(f"ps {number}", address, known, secret, timeout_seconds, log, raise_failure)
                 )
         except ClusterError:
             self.close()

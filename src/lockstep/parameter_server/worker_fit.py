@@ -15,7 +15,7 @@ from lockstep.parameter_server.gradient_step import (
     GradientStep,
     Values,
     check_can_split,
-    check_mean_loss,
+    compare_losses_of_parts,
     count_batch_rows,
     has_nan,
     part_of,
@@ -111,7 +111,7 @@ class WorkerFit:
         """Check that the parts of a batch give the numbers of the batch."""
         with in_step():
             check_can_split(self._model, batch, parts)
-            reason = check_mean_loss(self._model, batch, parts)
+            reason = compare_losses_of_parts(self._model, batch, parts)
         if reason:
             self._log(
                 f"Model {self._model.name!r}: it is not checked that the loss of a batch is the mean of the losses of its parts, on which "

@@ -19,7 +19,7 @@ from lockstep.data.process_group import ProcessGroup
 from lockstep.devices.cpu_devices import check_shared_thread_pool
 from lockstep.devices.names import count_cpu_devices, platform_of, resolve_devices
 from lockstep.devices.placement import Placement
-from lockstep.distributed.attach_to_jax import adopt_job, check_source, is_to_adopt
+from lockstep.distributed.attach_to_jax import attach_job, compare_with_jax, is_to_attach
 from lockstep.distributed.cluster.addresses import COORDINATOR
 from lockstep.distributed.cluster.membership import WorkerGroup, membership_of_group
 from lockstep.distributed.consistency import DriftCheck, agree_on_random_state
@@ -83,9 +83,9 @@ class WorkerStrategy(Strategy):
         self._check_every = whole_number("check_every", check_every, minimum=0)
         self._timeout = TIMEOUT_SECONDS if options.timeout_seconds is None else options.timeout_seconds
         self._is_chosen = cluster_resolver is not None
-        self._is_adopting = is_to_adopt() and not is_made_alone()
-        self._resolver = _resolver(cluster_resolver, self._is_adopting)
-        self._group = self._resolver.group() if self._resolver else _alone(self._is_adopting)
+        self._is_attaching = is_to_attach() and not is_made_alone()
+        self._resolver = _resolver(cluster_resolver, self._is_attaching)
+        self._group = self._resolver.group() if self._resolver else _alone(self._is_attaching)
         self._job: ProcessJob | None = None
         communication = replace(options, timeout_seconds=None)
         ops = None if communication == CommunicationOptions() else ops_from_options(communication)
@@ -116,18 +116,18 @@ class WorkerStrategy(Strategy):
 
     def _connect_and_find_devices(self, devices: Sequence[str | jax.Device] | None) -> Sequence[jax.Device]:
         """Connect to the other workers, which starts JAX, and return the devices of all, in the order of the workers."""
-        if self._group.workers > 1 and not self._is_adopting:
+        if self._group.workers > 1 and not self._is_attaching:
             self._log_notes()
             job = job_of_this_process(self._group, count_cpu_devices(devices), self._timeout, log_info, os.environ)
             own: Sequence[jax.Device] = resolve_devices(devices)
         else:
-            if self._is_adopting:
+            if self._is_attaching:
                 prepare_threads(count_cpu_devices(devices))
             own = find_devices(devices)
             if is_made_alone() or (jax.process_count() == 1 and self._group.workers == 1):
                 self._log_notes()
                 return own
-            job = self._adopt_processes_of_jax(own)
+            job = self._attach_to_processes_of_jax(own)
         self._job = job
         if platform_of(own[0]) == "gpu":
             check_gpus_differ(job.client, own, os.environ)
@@ -139,17 +139,17 @@ class WorkerStrategy(Strategy):
         for note in self._group.notes:
             self._log(note)
 
-    def _adopt_processes_of_jax(self, own: Sequence[jax.Device]) -> ProcessJob:
+    def _attach_to_processes_of_jax(self, own: Sequence[jax.Device]) -> ProcessJob:
         """Join the processes over which JAX has started, with ``own`` devices."""
         source = self._group if self._resolver else None
         is_chosen = self._is_chosen or isinstance(self._resolver, TFConfigClusterResolver)
 
         def check() -> None:
-            note = None if source is None else check_source(source, is_chosen)
+            note = None if source is None else compare_with_jax(source, is_chosen)
             if note is not None:
                 log_info(note)
 
-        job = adopt_job(check, self._timeout, log_info, os.environ)
+        job = attach_job(check, self._timeout, log_info, os.environ)
         self._group = job.group
         self._resolver = ClusterResolver(membership_of_group(job.group))
         if own[0].platform == "cpu":
@@ -256,17 +256,17 @@ class MultiWorkerMirroredStrategy(WorkerStrategy):
         super().__init__(cluster_resolver, communication_options, devices, check_every, prepare, one_axis_placement)
 
 
-def _alone(is_adopting: bool) -> WorkerGroup:
-    return _ALONE if is_adopting or is_made_alone() else replace(_ALONE, notes=notes_if_alone(os.environ))
+def _alone(is_attaching: bool) -> WorkerGroup:
+    return _ALONE if is_attaching or is_made_alone() else replace(_ALONE, notes=notes_if_alone(os.environ))
 
 
-def _resolver(given: ClusterResolver | None, is_adopting: bool) -> ClusterResolver | None:
+def _resolver(given: ClusterResolver | None, is_attaching: bool) -> ClusterResolver | None:
     """Return the source of the addresses; beside an initialized JAX, it is compared with that."""
     if is_made_alone():
         return None
     if given is not None:
         return check_resolver(given)
-    if not is_adopting:
+    if not is_attaching:
         return resolve(os.environ)
     try:
         return resolve({COORDINATOR: _NOT_NEEDED, **os.environ})

@@ -145,7 +145,7 @@ def test_the_last_call_of_an_epoch_counts_the_steps_that_it_has():
 
 def test_numbers_change_their_unit_where_they_are_rounded():
     shown = {0.99951: "1 s", 0.9994: "999 ms", 0.00099951: "1 ms", 0.0009994: "999 µs", 599.9: "600 s", 600.0: "10 min"}
-    assert {value: results.seconds(value) for value in shown} == shown
+    assert {value: results.format_seconds(value) for value in shown} == shown
 
 
 def test_a_prediction_is_exact_where_the_formula_is_the_truth():

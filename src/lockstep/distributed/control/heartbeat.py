@@ -12,12 +12,13 @@ HEARTBEAT_SECONDS = 0.5
 START = "start"
 STEP = "step"
 DATA = "data"
+COMPILING = "compiling"
 WAITING = "waiting for others at "  # And the topic: in a collective call of the control client.
 END_OF_FIT = "the end of fit"  # Topic of the barrier there.
 AT_END_OF_FIT = f"{WAITING}barrier {END_OF_FIT!r}"
 PROGRAM = "program"  # The user's code between steps. It may take as long as it likes, unless others wait.
 SAVING = "saving"  # Only the chief does, and the others wait for it in the next step.
-MAY_TAKE_LONG = (START, "compiling", SAVING)
+MAY_TAKE_LONG = (START, COMPILING, SAVING)
 QUIET = 6 * HEARTBEAT_SECONDS  # A heartbeat is not that late by chance.
 
 

@@ -19,7 +19,7 @@ from lockstep._atomic_files import read_file, replace_file
 from lockstep._errors import LockstepError, OptionError
 from lockstep.collectives.cost_model import NetworkLink
 from lockstep.devices.cpu_devices import reserve_devices
-from lockstep.doctor.check_lists import check_call
+from lockstep.doctor.check_lists import call_findings
 from lockstep.execution.step_measurement import StrategyProbes
 from lockstep.strategies.options import override_devices
 from lockstep.tools.doctor_command import fit_call_of
@@ -196,10 +196,10 @@ def main(arguments: Sequence[str]) -> None:
 def _surveyed(first: FirstFit) -> dict[str, Any]:
     """Return the findings of the doctor, and the survey or why there is none."""
     checked = fit_call_of(first)
-    found = check_call(checked)
+    found = call_findings(checked)
     try:
         call = TrainingCall.of_fit(first.model, first.args, first.kwargs)
-        found = check_call(checked, call.first)
+        found = call_findings(checked, call.first)
         answer: dict[str, Any] = {"survey": asdict(survey(call))}
     except Exception as error:  # A step fails: the doctor's findings may say why.
         answer = {"failure": f"fit of {first.where} fails: {describe_failure(error)}"}

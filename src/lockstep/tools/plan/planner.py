@@ -15,11 +15,11 @@ from lockstep._errors import (
     flag,
     named_arguments,
     real_number,
+    seconds,
     sequence_of,
     shown,
     whole_number,
 )
-from lockstep._errors import seconds as seconds_of_wait
 from lockstep._keras.trainer import DEFAULT_BATCH_SIZE
 from lockstep.cluster_resolver import RESOLVERS
 from lockstep.collectives.cost_model import NetworkLink, link_between
@@ -132,7 +132,7 @@ class PlanOptions:
             priced,
             link_between(bandwidth, None),
             is_search,
-            seconds_of_wait("limit", limit),
+            seconds("limit", limit),
             None if memory is None else int(real_number("memory", memory, above=0, what="GB") * 1e9),
             None if jobs is None else whole_number("jobs", jobs),
             None if file is None else str(file),

@@ -17,7 +17,7 @@ from rich.table import Table
 from lockstep.tools.plan.compile_process import Check, TargetResult
 from lockstep.tools.plan.estimate import Estimate, Group
 from lockstep.tools.scaling.html_report import Bar, Figure, bar_chart, bulleted, figure_of, html_page, html_table
-from lockstep.tools.scaling.results import seconds
+from lockstep.tools.scaling.results import format_seconds
 
 if TYPE_CHECKING:
     from lockstep.tools.plan.planner import Plan, PlanRow
@@ -107,7 +107,7 @@ def _summary_cells(row: "PlanRow") -> tuple[str, ...]:
         row.certainty if row.needed else "–",
         size_text(row.usable),
         _largest(row),
-        seconds(row.estimate.seconds) if row.estimate else "–",
+        format_seconds(row.estimate.seconds) if row.estimate else "–",
         f"{row.rows_per_second:,.0f}" if row.rows_per_second else "–",
         "–" if row.price is None else f"{row.price:.4g}",
     )
@@ -116,7 +116,7 @@ def _summary_cells(row: "PlanRow") -> tuple[str, ...]:
 def _time_cells(row: "PlanRow", time: Estimate) -> tuple[str, ...]:
     return (
         f"{time.operations / 1e12:.3g}",
-        *map(seconds, (time.arithmetic, time.traffic, time.communication, time.seconds)),
+        *map(format_seconds, (time.arithmetic, time.traffic, time.communication, time.seconds)),
         f"{time.efficiency:.0%}",
         f"{row.ratio.time:.2f} × that" if row.ratio and row.ratio.time else "unverified",
     )
@@ -187,8 +187,10 @@ def _times(plan: "Plan") -> Figure | None:
     bars, lines = [], []
     for row, time in rows:
         parts = (time.seconds - time.communication, time.communication)
-        bars.append(Bar(_name(row), [(part / time.seconds, seconds(part)) for part in parts]))
-        lines.append((_name(row), *map(seconds, (time.arithmetic, time.traffic, time.communication, time.seconds))))
+        bars.append(Bar(_name(row), [(part / time.seconds, format_seconds(part)) for part in parts]))
+        lines.append(
+            (_name(row), *map(format_seconds, (time.arithmetic, time.traffic, time.communication, time.seconds)))
+        )
     text = "Shares of a step's estimated time. Work is the longer of arithmetic and memory traffic."
     columns = ("setting", "arithmetic", "memory", "communication", "a step")
     return Figure(bar_chart("Time", ("work", "communication"), bars), text, columns, tuple(lines))
@@ -203,10 +205,10 @@ def checks_text(checks: Sequence[Check], failures: Sequence[str], path: Path | N
     lines = []
     for one in checks:
         where = f"{one.devices} × {one.accelerator}, {one.strategy}, batch {one.batch:,}"
-        told = f"{seconds(one.measured_seconds)} a step"
+        told = f"{format_seconds(one.measured_seconds)} a step"
         if one.predicted_seconds:
             ratio = one.measured_seconds / one.predicted_seconds
-            told += f", predicted {seconds(one.predicted_seconds)}: {ratio:.2f} ×"
+            told += f", predicted {format_seconds(one.predicted_seconds)}: {ratio:.2f} ×"
         if one.measured_memory and one.predicted_memory:
             ratio = one.measured_memory / one.predicted_memory
             told += f"; {size_text(one.measured_memory)}, predicted {size_text(one.predicted_memory)}: {ratio:.2f} ×"
@@ -218,6 +220,6 @@ def checks_text(checks: Sequence[Check], failures: Sequence[str], path: Path | N
 def report_progress(result: TargetResult, done: int, count: int) -> None:
     """Report a finished target in a line on standard error."""
     spent = sum(step.seconds for step in result.steps)
-    told = result.failure or f"{len(result.steps)} steps compiled in {seconds(spent)}"
+    told = result.failure or f"{len(result.steps)} steps compiled in {format_seconds(spent)}"
     sys.stderr.write(f"lockstep plan: {done} of {count}: {result.target}, {result.strategy}: {told}\n")
     sys.stderr.flush()

@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING
 
 from lockstep._logging import counted
 from lockstep.tools.scaling.prediction import Prediction
-from lockstep.tools.scaling.results import CurvePoint, ScalingRow, ScalingTable, memory, number, ratio, seconds
+from lockstep.tools.scaling.results import (
+    CurvePoint,
+    ScalingRow,
+    ScalingTable,
+    format_memory,
+    format_number,
+    format_ratio,
+    format_seconds,
+)
 
 if TYPE_CHECKING:
     from lockstep.tools.scaling.api import ScalingReport
@@ -302,7 +310,13 @@ def _efficiency(rows: Sequence[ScalingRow], *, is_weak: bool) -> Figure | None:
     title = "Weak scaling: same batch on each device" if is_weak else "Strong scaling: same global batch"
     text = "Rows per second, divided by those of one device and by the number of devices. 100 % is ideal."
     lines = tuple(
-        (str(row.setting.devices), str(row.setting.batch), f"{row.per_device:g}", ratio(value), f"{efficiency:.0%}")
+        (
+            str(row.setting.devices),
+            str(row.setting.batch),
+            f"{row.per_device:g}",
+            format_ratio(value),
+            f"{efficiency:.0%}",
+        )
         for row, value, efficiency in known
     )
     columns = ("devices", "global batch", "a device", "speed-up", "efficiency")
@@ -314,10 +328,10 @@ def _shares(rows: Sequence[ScalingRow]) -> Figure:
     for row in rows:
         parts = [part / row.step for part in asdict(row.shares).values()]
         name = f"{row.setting.devices or 'Keras'} × {row.setting.batch}"
-        texts = [f"{part:.0%}, {seconds(part * row.step)}" for part in parts]
+        texts = [f"{part:.0%}, {format_seconds(part * row.step)}" for part in parts]
         bars.append(Bar(name, list(zip(parts, texts, strict=True))))
         shown = [f"{part:.0%}" for part in parts]
-        lines.append((str(row.setting.devices or "Keras"), str(row.setting.batch), seconds(row.step), *shown))
+        lines.append((str(row.setting.devices or "Keras"), str(row.setting.batch), format_seconds(row.step), *shown))
     text = (
         "Devices × global batch. Compute: the compiled step alone, repeated on one batch, less the all-reduce. Communication: an all-reduce of arrays "
         "like the gradients alone. Input: the time that devices wait for batches. Host: the rest of a step within fit."
@@ -341,7 +355,7 @@ def _metric(table: ScalingTable, rows: Sequence[ScalingRow], *, by_rows: bool) -
             ChartPoint(
                 point.rows if by_rows else point.seconds,
                 point.value,
-                f"{row.setting.name}: {name} {point.value:.4g} after {f'{point.rows:,} rows' if by_rows else seconds(point.seconds)}",
+                f"{row.setting.name}: {name} {point.value:.4g} after {f'{point.rows:,} rows' if by_rows else format_seconds(point.seconds)}",
             )
             for point in row.measured.curve
             if _is_drawn(point)
@@ -351,13 +365,13 @@ def _metric(table: ScalingTable, rows: Sequence[ScalingRow], *, by_rows: bool) -
     places = [point.x for one in series for point in one.points]
     y = Axis(name, ticks_of([point.y for one in series for point in one.points], is_from_zero=False))
     x = Axis("rows trained on" if by_rows else "seconds of training", ticks_of(places, count=4))
-    equal = f"{table.equal_rows:,} rows" if by_rows else seconds(table.equal_seconds)
+    equal = f"{table.equal_rows:,} rows" if by_rows else format_seconds(table.equal_seconds)
     text = (
         f"On validation data; evaluation is not timed. Settings are compared after equal {'rows' if by_rows else 'time'}: {equal}, the smallest "
         "total of all settings."
     )
     lines = tuple(
-        (str(row.setting.devices), str(row.setting.batch), number(row.at_rows if by_rows else row.at_time))
+        (str(row.setting.devices), str(row.setting.batch), format_number(row.at_rows if by_rows else row.at_time))
         for row in rows
     )
     columns = ("devices", "global batch", f"{name} after {equal}")
@@ -371,7 +385,7 @@ def _predicted(prediction: Prediction) -> Figure:
         Series(
             f"{kind} scaling",
             [
-                ChartPoint(one.devices, one.speed_up, f"{kind}, {one.devices:,} devices: {ratio(one.speed_up)}")
+                ChartPoint(one.devices, one.speed_up, f"{kind}, {one.devices:,} devices: {format_ratio(one.speed_up)}")
                 for one in found
             ],
             color,
@@ -389,9 +403,9 @@ def _predicted(prediction: Prediction) -> Figure:
             kind,
             f"{one.devices:,}",
             f"{one.batch:,}",
-            seconds(one.seconds),
+            format_seconds(one.seconds),
             f"{one.batch / one.seconds:,.0f}",
-            ratio(one.speed_up),
+            format_ratio(one.speed_up),
             f"{one.shares.communication / one.seconds:.0%}",
         )
         for kind, found in both
@@ -411,7 +425,7 @@ def _checked(prediction: Prediction) -> Figure:
                 ChartPoint(
                     1e3 * row.step,
                     1e3 * found,
-                    f"{row.setting.name}: {seconds(row.step)}, predicted {seconds(found)}, {error:+.0%}",
+                    f"{row.setting.name}: {format_seconds(row.step)}, predicted {format_seconds(found)}, {error:+.0%}",
                 )
                 for row, found, error in prediction.checks
                 if row.setting.devices == count
@@ -434,7 +448,13 @@ def _checked(prediction: Prediction) -> Figure:
         f"The same formula on the measured settings. {prediction.error}. Expect at least this error in the prediction."
     )
     lines = tuple(
-        (str(row.setting.devices), str(row.setting.batch), seconds(row.step), seconds(found), f"{error:+.0%}")
+        (
+            str(row.setting.devices),
+            str(row.setting.batch),
+            format_seconds(row.step),
+            format_seconds(found),
+            f"{error:+.0%}",
+        )
         for row, found, error in prediction.checks
     )
     return Figure(chart, text, ("devices", "global batch", "measured", "predicted", "error"), lines)
@@ -530,7 +550,7 @@ def _settings_table(table: ScalingTable) -> str:
         "efficiency",
     ]
     if table.metric:
-        columns += [f"{table.metric} after {table.equal_rows:,} rows", f"after {seconds(table.equal_seconds)}"]
+        columns += [f"{table.metric} after {table.equal_rows:,} rows", f"after {format_seconds(table.equal_seconds)}"]
     lines = [_cells(row, with_metric=bool(table.metric)) for row in table.rows]
     return html_table("All settings", [*columns, "memory"], lines)
 
@@ -545,12 +565,12 @@ def _cells(row: ScalingRow, *, with_metric: bool) -> list[str]:
         f"{row.spread:.0%}",
         f"{row.epoch:.3g}",
         f"{row.rows_per_second:,.0f}",
-        ratio(row.strong),
+        format_ratio(row.strong),
         efficiencies[0],
-        ratio(row.weak),
+        format_ratio(row.weak),
         efficiencies[1],
-        *([number(row.at_rows), number(row.at_time)] if with_metric else []),
-        memory(row.measured.memory),
+        *([format_number(row.at_rows), format_number(row.at_time)] if with_metric else []),
+        format_memory(row.measured.memory),
     ]
 
 

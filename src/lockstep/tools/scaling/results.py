@@ -7,8 +7,7 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any, TypeGuard
 
-from lockstep._errors import OptionError, sequence_of, shown, whole_number
-from lockstep._errors import seconds as seconds_of_wait
+from lockstep._errors import OptionError, seconds, sequence_of, shown, whole_number
 from lockstep._logging import counted
 from lockstep.collectives.cost_model import AllReduceMeasurement
 
@@ -52,7 +51,7 @@ class Budget:
         whole_number("epochs", self.epochs)
         if self.rows is not None:
             whole_number("rows", self.rows)
-        seconds_of_wait("limit", self.limit)
+        seconds("limit", self.limit)
 
 
 @dataclass(frozen=True)
@@ -156,7 +155,7 @@ def from_json(values: Mapping[str, Any]) -> SettingResult | SettingFailure:
     return SettingResult(**{**values, **converted})
 
 
-def seconds(value: float) -> str:
+def format_seconds(value: float) -> str:
     """Format seconds with a suitable unit."""
     for limit, factor, unit in ((0.9995e-3, 1e6, "µs"), (0.9995, 1e3, "ms"), (600.0, 1.0, "s")):
         if value < limit:
@@ -164,17 +163,17 @@ def seconds(value: float) -> str:
     return f"{value / 60:,.0f} min"
 
 
-def ratio(value: float | None) -> str:
+def format_ratio(value: float | None) -> str:
     """Format a factor, such as a speed-up."""
     return "–" if value is None else f"{value:.2f}×" if value < 100 else f"{value:.0f}×"
 
 
-def number(value: float | None) -> str:
+def format_number(value: float | None) -> str:
     """Format the value of a metric."""
     return "–" if value is None else f"{value:.4g}"
 
 
-def memory(value: int) -> str:
+def format_memory(value: int) -> str:
     """Format bytes as megabytes."""
     return f"{value / 1e6:,.0f} MB"
 
@@ -399,7 +398,7 @@ def recommend(table: ScalingTable) -> list[str]:
 
 
 def _describe_choice(chosen: ScalingRow, table: ScalingTable) -> str:
-    text = f"Take {chosen.setting.name}: {seconds(chosen.epoch)} per epoch, {chosen.rows_per_second:,.0f} rows/s"
+    text = f"Take {chosen.setting.name}: {format_seconds(chosen.epoch)} per epoch, {chosen.rows_per_second:,.0f} rows/s"
     best = _best_metric(table)
     if best is None or chosen.at_rows is None:
         return f"{text}, the fastest. Its effect on accuracy is unknown."
@@ -416,7 +415,7 @@ def _describe_choice(chosen: ScalingRow, table: ScalingTable) -> str:
         return reason
     faster = min(left_out, key=lambda row: row.epoch)
     return (
-        f"{reason} Faster, but worse after as many rows: {faster.setting.name} ({seconds(faster.epoch)} per epoch, "
+        f"{reason} Faster, but worse after as many rows: {faster.setting.name} ({format_seconds(faster.epoch)} per epoch, "
         f"{table.metric} {faster.at_rows:.4g})."
     )
 
@@ -466,7 +465,7 @@ def _compare_equal_time(chosen: ScalingRow, table: ScalingTable) -> list[str]:
     if furthest is chosen or abs((furthest.at_time or 0) - chosen.at_time) <= _tolerance(chosen.at_time, table):
         return []
     return [
-        f"After equal time ({seconds(table.equal_seconds)} of training) {furthest.setting.name} is ahead: {table.metric} "
+        f"After equal time ({format_seconds(table.equal_seconds)} of training) {furthest.setting.name} is ahead: {table.metric} "
         f"{furthest.at_time:.4g} against {chosen.at_time:.4g}. A larger batch makes fewer updates; a larger learning rate with warm-up "
         "may compensate."
     ]
@@ -489,7 +488,7 @@ def _report_overhead(rows: Sequence[ScalingRow]) -> list[str]:
         return []
     before, under = min(both, key=lambda pair: pair[0].step)
     return [
-        f"At batch {under.setting.batch} a step takes {seconds(before.step)} in plain Keras and {seconds(under.step)} under a strategy on one "
+        f"At batch {under.setting.batch} a step takes {format_seconds(before.step)} in plain Keras and {format_seconds(under.step)} under a strategy on one "
         "device."
     ]
 

@@ -23,10 +23,10 @@ from lockstep.tools.scaling.results import (
     ScalingTable,
     SettingFailure,
     SettingResult,
-    memory,
-    number,
-    ratio,
-    seconds,
+    format_memory,
+    format_number,
+    format_ratio,
+    format_seconds,
 )
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def _results_table(table: ScalingTable) -> RichTable:
     for name in [*names, *(["equal rows", "equal time"] if table.metric else [])]:
         rendered.add_column(name, justify="right", no_wrap=True)
     if table.metric:
-        after = f"after {table.equal_rows:,} rows, and after {seconds(table.equal_seconds)} of training"
+        after = f"after {table.equal_rows:,} rows, and after {format_seconds(table.equal_seconds)} of training"
         rendered.caption = f"{table.metric} on validation data {after}"
     for row in table.rows:
         rendered.add_row(*_cells(row, table))
@@ -70,7 +70,7 @@ def _results_table(table: ScalingTable) -> RichTable:
 
 
 def _cells(row: ScalingRow, table: ScalingTable) -> list[str]:
-    values = [number(row.at_rows), number(row.at_time)] if table.metric else []
+    values = [format_number(row.at_rows), format_number(row.at_time)] if table.metric else []
     return [
         str(row.setting.devices or "Keras"),
         str(row.setting.batch),
@@ -84,7 +84,7 @@ def _cells(row: ScalingRow, table: ScalingTable) -> list[str]:
 
 
 def _speed_up(value: float | None, efficiency: float | None) -> str:
-    return "–" if efficiency is None else f"{ratio(value)} {efficiency:.0%}"
+    return "–" if efficiency is None else f"{format_ratio(value)} {efficiency:.0%}"
 
 
 def _shares_table(table: ScalingTable) -> RichTable:
@@ -94,7 +94,7 @@ def _shares_table(table: ScalingTable) -> RichTable:
     for row in table.rows:
         parts = [f"{part / row.step:.0%}" for part in asdict(row.shares).values()]
         rendered.add_row(
-            str(row.setting.devices or "Keras"), str(row.setting.batch), *parts, memory(row.measured.memory)
+            str(row.setting.devices or "Keras"), str(row.setting.batch), *parts, format_memory(row.measured.memory)
         )
     return rendered
 
@@ -107,7 +107,9 @@ def _prediction_table(prediction: Prediction) -> RichTable:
     for weak in prediction.weak:
         cells = []
         for one in (strong.get(weak.devices), weak):
-            cells += [f"{one.batch:,}", f"{one.batch / one.seconds:,.0f}", ratio(one.speed_up)] if one else ["–"] * 3
+            cells += (
+                [f"{one.batch:,}", f"{one.batch / one.seconds:,.0f}", format_ratio(one.speed_up)] if one else ["–"] * 3
+            )
         rendered.add_row(f"{weak.devices:,}", *cells)
     rendered.caption = f"{prediction.described}. {prediction.error}"
     return rendered
@@ -151,4 +153,4 @@ def describe_result(setting: ScalingSetting, result: SettingResult | SettingFail
         return f"{setting.name}: {result.reason}"
     if not result.blocks:
         return f"{setting.name}: too few steps"
-    return f"{setting.name}: {seconds(statistics.median(result.blocks))} per step"
+    return f"{setting.name}: {format_seconds(statistics.median(result.blocks))} per step"
