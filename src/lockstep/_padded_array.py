@@ -1,4 +1,4 @@
-"""Values of variables that are sharded along an axis which the devices do not divide: JAX has equal shards only, so zeros fill the last ones."""
+"""Values of variables that are sharded along an axis that is not divisible by the number of devices: JAX has equal shards only, so zeros fill the last ones."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 @partial(jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["shape"])
 @dataclass(frozen=True, eq=False)
 class PaddedArray:
-    """A value that is sharded along an axis which the devices do not divide.
+    """A value that is sharded along an axis that is not divisible by the number of devices.
 
     Attributes:
         array: the value with zeros at its end, so that all shards are equal.

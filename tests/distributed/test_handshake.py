@@ -170,7 +170,7 @@ def test_client_with_another_secret_stops_and_tells_the_listener(listener, secre
 
 @pytest.mark.parametrize("field", ["index", "identity", "pid", "information", "host"])
 def test_peer_with_a_field_of_a_wrong_type_is_refused(listener, field):
-    with pytest.raises(HandshakeError, match="did not say who it is"):
+    with pytest.raises(HandshakeError, match="sent an invalid peer description"):
         listener.admit(replace(listener.peer, **{field: None}))
     listener.admit()
 

@@ -370,14 +370,14 @@ def test_a_server_that_starts_late_is_waited_for():
         late.listen()
         with late.accept()[0] as connected:
             connected.sendall(framed({"kind": "sing"}))
-            with pytest.raises(ClusterError, match=r"is no server of variables for this worker: .*it said 'sing'"):
+            with pytest.raises(ClusterError, match=r"is not a server of this job: .*it said 'sing'"):
                 waiting()
 
 
 @pytest.mark.parametrize("secret", [None, b"another"])
 def test_a_worker_without_the_secret_is_refused(secret):
     with Servers(1, secret=b"known") as servers:
-        with pytest.raises(ClusterError, match=r"no server of variables for this worker: .*secret"):
+        with pytest.raises(ClusterError, match=r"not a server of this job: .*secret"):
             servers.client(1, secret=secret)
         servers.client(0).fill(values_of())
 

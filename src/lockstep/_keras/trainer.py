@@ -1,8 +1,9 @@
 """Keras's trainer and data adapters: what ``fit`` calls (``make_train_function``), what it reads, and how Lockstep replaces it.
 
 Undocumented parts, as of Keras 3.15: ``make_*_function`` and the attributes ``train_function``, ``test_function`` and
-``predict_function``; ``_symbolic_build``, and what it calls to build a model from shapes; ``_jax_state``, the values that ``jax_state_sync`` writes back into variables, and
-``_jax_state_synced``, which says whether that is done; ``stateless_call``, looked up on the instance; the count of an optimizer,
+``predict_function``; ``_symbolic_build``, and what it calls to build a model from shapes; ``_jax_state``, the values that
+``jax_state_sync`` writes back into variables, and ``_jax_state_synced``, which says whether that is done; ``stateless_call``, looked up
+on the instance; the count of an optimizer,
 ``_iterations``; the seed of all; the adapters and their functions, the form that ``PyDatasetAdapter`` gives to a batch, and the
 generator that puts batches on the default device; the names of global attributes, each thread of which has its own; the function that
 finds a device by its name. :func:`check_keras` refuses a Keras without these methods.
@@ -377,7 +378,7 @@ def write_back_values(model: keras.Model, names: tuple[str, ...], state: Any) ->
 def names_without_decay(
     optimizer: keras.optimizers.Optimizer, variables: Sequence[tuple[str, keras.Variable]]
 ) -> list[str]:
-    """Return the names of the variables that ``exclude_from_weight_decay`` was told; they are not in the optimizer's configuration."""
+    """Return the names of the variables that were passed to ``exclude_from_weight_decay``; they are not in the optimizer's configuration."""
     return [name for name, variable in variables if not optimizer._use_weight_decay(variable)]
 
 

@@ -60,7 +60,7 @@ def stored_value(variable: keras.Variable) -> Any:
 
 
 class ShardedVariable(keras.Variable):
-    """A variable whose value is sharded over devices, with padding if they do not divide its axis.
+    """A variable whose value is sharded over devices, with padding if its axis is not divisible by their number.
 
     Keras makes its variables itself, so :func:`lay_out` changes the class of an instance.
     """

@@ -250,9 +250,8 @@ def _write_safetensors(path: Path, arrays: Arrays, manifest: bytes | None) -> No
 
     def write(file: io.BufferedWriter) -> None:
         mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
-        safetensors.save_file(
-            readable, file.name, metadata
-        )  # It replaces the file by another one, which only the owner reads.
+        # It replaces the file by another one, which only the owner reads.
+        safetensors.save_file(readable, file.name, metadata)
         with open(file.name, "rb") as written:
             os.fchmod(written.fileno(), mode)
             os.fsync(written.fileno())

@@ -1,4 +1,4 @@
-"""All-reduce algorithms for gradients: one file each, and ``registry``, which finds the one that a user's argument means."""
+"""All-reduce algorithms for gradients, their base classes, and ``registry``, which finds the one that a user's argument means."""
 
 from lockstep.collectives.all_reduce_algorithms import (
     HalvingDoublingAllReduce,

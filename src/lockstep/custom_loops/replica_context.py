@@ -314,9 +314,8 @@ def models_on_replica() -> Iterator[None]:
         yield
 
 
-_stateless_call = (
-    keras.Model.stateless_call
-)  # also in a replica of a function that merges, where the attribute is replaced already
+# Also in a replica of a function that merges, where the attribute is replaced already.
+_stateless_call = keras.Model.stateless_call
 
 
 def _stateless_call_on_replica(model: keras.Model, *args: Any, **kwargs: Any) -> Any:
@@ -328,8 +327,8 @@ class _CallOnReplica:
     """``model.stateless_call`` for a replica, based on the model's ``original`` one.
 
     Seeds differ from replica to replica, and the non-trainable values that it returns are those that ``fit`` would keep: averages
-    by rows, sums of changes, the seeds of replica 0. Where ``fit`` would need the global batch, it is refused. On a replica without rows, the outputs have no gradient and losses over rows
-    are 0; regularization losses of weights are the same on each replica.
+    by rows, sums of changes, the seeds of replica 0. Where ``fit`` would need the global batch, it is refused. On a replica without
+    rows, the outputs have no gradient and losses over rows are 0; regularization losses of weights are the same on each replica.
     """
 
     model: keras.Model

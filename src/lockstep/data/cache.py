@@ -154,7 +154,7 @@ class CachedSource(WrappedSource):
         if (self.cache_state() or {}).get("digest") != earlier["digest"]:
             raise InputError(
                 f"The {self.name} is not the one that the checkpoint was written with, or gives its batches in another order: those of its "
-                "first pass, which the cache keeps, have changed. Fix: give it the same data, and its shuffling a seed; or begin anew with "
+                "first pass, which the cache keeps, have changed. Fix: give it the same data, and its shuffling a seed; or start over with "
                 "another directory."
             )
 

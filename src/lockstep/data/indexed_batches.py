@@ -116,8 +116,8 @@ class IndexedBatches:
             self._kept[self._position] = batch
         self._position += 1
 
-    def _too_short(self, batches: int) -> InputError:
+    def _too_short(self, number: int) -> InputError:
         return InputError(
-            f"The {self._source.name} has {batches} batches here, and more at the chief. Every process must read the same data in the "
-            "same order: give shuffling a seed."
+            f"The {self._source.name} ends before batch {number} here (counted from 0), and not at the chief. Fix: give every "
+            "process the same data."
         )

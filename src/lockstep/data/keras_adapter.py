@@ -426,9 +426,8 @@ class KerasInput(trainer.DataAdapter):
     def _skip_hooks(self, count: int) -> None:
         """Leave out hooks of the run that is resumed that have run on these data in this process; if more have run, repeat all."""
         more = count - len(self._earlier_hooks)
-        if (
-            more > 0 and self._source.has_hooks
-        ):  # Hooks that depend on the global generators alone set what they had set.
+        # Hooks that depend on the global generators alone set what they had set.
+        if more > 0 and self._source.has_hooks:
             self._settings.report(
                 f"{self.name}: its hooks at the beginning and end of epochs have run {more} times more in this process than before the "
                 "checkpoint, so its batches may be other ones. Fix: make a new one"

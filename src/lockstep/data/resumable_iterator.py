@@ -126,12 +126,12 @@ def check_same_batch(name: str, state: IteratorState, batch: Any) -> None:
         raise InputError(
             f"The {name} is not the one that the checkpoint was written with, or gives its batches in another order: batch "
             f"{state.batches} of this pass is not the one that was trained on. Fix: give it the same data, and its shuffling a seed; or "
-            "begin anew with another directory."
+            "start over with another directory."
         )
 
 
 def read_on(source: InputSource, state: IteratorState, count: int) -> Iterator[Any]:
-    """Read ``count`` batches, after which a pass is where ``state`` says, or only the last of them if the others change nothing.
+    """Advance the input to ``state`` by ``count`` batches; with random access read only the last one, to compare it.
 
     Returns:
         The batches that follow.

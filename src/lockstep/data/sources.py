@@ -99,7 +99,7 @@ class InputSource:
         return None
 
     def set_limit(self, number: float) -> None:
-        """Have threads that read ahead read no batch of that number, or a higher one, before it is requested."""
+        """Keep read-ahead threads from reading batch ``number`` or later before it is requested."""
 
     def give_back(self, batches: list[Any]) -> None:
         """Take back batches that were read and not used, in order."""

@@ -117,10 +117,10 @@ class Placement:
         return NamedSharding(self.mesh, PartitionSpec(*[None] * axis, DEVICE_AXIS))
 
     def slice_axis(self, shape: tuple[int, ...]) -> int | None:
-        """Return the axis along which a variable is sharded; None if the variable is small, or each of its axes shorter than the devices are many.
+        """Return the axis along which a variable is sharded; None if the variable is small, or every axis is shorter than the number of devices.
 
-        On every platform, axes whose slices are whole tiles of a TPU come first, as it would pad others; then those that the devices
-        divide; then all others, whose last slices are padded (:func:`pad`). Among these it is the longest; the first of several.
+        On every platform, axes whose slices are whole tiles of a TPU come first, as it would pad others; then those that are
+        divisible by the number of devices; then all others, whose last slices are padded (:func:`pad`). Among these it is the longest; the first of several.
         """
         count, tiles = self.row_shards, (*[1] * len(shape), *TPU_TILE)[-len(shape) :] if shape else ()
         if count == 1 or not is_large(shape):
@@ -131,7 +131,7 @@ class Placement:
         return max(whole or fitting or long, key=lambda axis: shape[axis], default=None)
 
     def has_short_shards(self, shape: tuple[int, ...]) -> bool:
-        """Return whether the devices do not divide the axis along which a variable is sharded."""
+        """Return whether the axis along which a variable is sharded is not divisible by the number of devices."""
         return padded_shape(shape, self.slice_sharding(shape)) != shape
 
     def on_first_device(self) -> "Placement":
@@ -151,7 +151,7 @@ class Placement:
 
     @property
     def along_devices(self) -> "Placement":
-        """Return a placement on the same devices whose mesh has one axis."""
+        """A placement on the same devices whose mesh has one axis."""
         return placement_on(self.devices, self.replicas)
 
     def put(self, tree: Any, shardings: Any = None) -> Any:

@@ -2,7 +2,7 @@
 
 JAX says how many processes there are and which one this is. What the control channel needs besides is exchanged over JAX itself,
 by one small program on all devices: the address of the chief, which listens at a free port, and a secret that the chief draws
-unless the processes have one. From then on the job is like any other, except that it leaves the shutdown of JAX to whom it belongs.
+unless the processes have one. From then on the job is like any other, except that Lockstep does not shut JAX down.
 """
 
 import json

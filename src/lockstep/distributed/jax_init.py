@@ -141,7 +141,7 @@ def _idle_gpus(visible: list[tuple[str, str]], index: int) -> int:
 
 
 def _gpus_here() -> str:
-    """Return what only processes share that may open the same GPUs of the same machine."""
+    """Return an ID that is equal for processes that can open the same GPUs of one machine."""
     return " ".join([machine_id(), *gpu_files()])
 
 
@@ -162,7 +162,7 @@ def check_gpus_differ(client: ControlClient, devices: Sequence[jax.Device], envi
         if len(workers) > 1:
             raise ClusterError(
                 f"{listed(workers)} compute on the same GPU, number {name.split()[0]} of their machine, which NCCL refuses. Fix: start at most "
-                "one worker for each GPU, or one worker whose replicas share it: replicas=."
+                "one worker for each GPU, or one worker with replicas=…, which share it."
             )
 
 
@@ -277,7 +277,7 @@ def check_hostnames(client: ControlClient) -> None:
 
 
 def machine_id() -> str:
-    """Return what only processes with a common loopback address share; containers of one machine may not."""
+    """Return an ID of this network namespace; processes with the same ID share a loopback address."""
     try:
         return f"{_BOOT_ID.read_text().strip()} {os.readlink(_NETWORK_NAMESPACE)}"
     except OSError:
@@ -396,7 +396,7 @@ def job_of_this_process(
     before, now = ((g.workers, g.index, g.coordinator) for g in (job.group, group))
     if before != now:
         raise ClusterError(
-            f"This process is {job.group.name} already, and JAX lets it join one job only; now it was told to be {group.name}. Fix: use "
+            f"This process is {job.group.name} already, and JAX lets it join one job only; this strategy needs it to be {group.name}. Fix: use "
             "the same cluster for all strategies of a process."
         )
     return job

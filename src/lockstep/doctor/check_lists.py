@@ -1,4 +1,4 @@
-"""The lists of checks: those of each ``fit``, and all of them for ``lockstep doctor`` and ``self_check``.
+"""The lists of checks: those of each ``fit``, and all of them for ``lockstep doctor`` and ``strategy.doctor``.
 
 A new check is a function in one of the ``*_checks.py`` files and a line in a list here.
 """

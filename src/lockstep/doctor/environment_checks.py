@@ -167,7 +167,7 @@ def check_layout(call: FitCall) -> Iterator[Finding]:
             f"{layout.device_bytes / _GIB:.2g} GiB",
             call.at_fit,
             "more devices do not make room for them",
-            "strategy.layout(model) has the reasons. Take sizes that the devices divide, or rules for these variables",
+            "strategy.layout(model) has the reasons. Take sizes that are divisible by the number of devices, or rules for these variables",
         )
 
 
@@ -214,9 +214,7 @@ def _on_a_device(call: FitCall, devices: list[jax.Device], need: int, subject: s
 def _fix_of_memory(is_cache: bool) -> str:
     if is_cache:
         return 'Use InputOptions(cache="a/file") or no cache'
-    return (
-        'Use a smaller batch, keras.Model(…).compile(optimizer) with less state, shard="variables", or mixed_bfloat16'
-    )
+    return 'Use a smaller batch, an optimizer with less state (such as SGD), shard="variables", or mixed_bfloat16'
 
 
 def _size(variable: keras.Variable) -> int:

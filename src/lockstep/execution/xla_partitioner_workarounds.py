@@ -159,7 +159,7 @@ def _has_own_rows(equation: JaxprEqn, mesh: Mesh) -> bool:
 
 
 def _convolve_own_rows(equation: JaxprEqn, inputs: list[Any], mesh: Mesh) -> jax.Array:
-    """Run a convolution of grouped channels on the rows of each device; on all rows, if the devices do not divide them.
+    """Run a convolution of grouped channels on the rows of each device; on all rows, if they are not divisible by the number of devices.
 
     In the gradient of a kernel the rows are what other convolutions call channels, and are added up: ``batch_group_count``.
     """

@@ -267,9 +267,8 @@ class StepGuard(StepHook):
             f"{guard.rollbacks} of at most {guard.max_rollbacks}."
         )
         trainable, non_trainable, optimizer = found[1]
-        optimizer = trainer.keep_learning_rates(
-            model.optimizer, optimizer, state[2]
-        )  # Callbacks may have set them since.
+        # Callbacks may have set them since.
+        optimizer = trainer.keep_learning_rates(model.optimizer, optimizer, state[2])
         return [trainable, non_trainable, optimizer, list(state[-1])]
 
     def _diagnosis(self, step: _PendingStep, state: Any) -> Diagnosis:

@@ -237,9 +237,8 @@ class LocalWorkers:
             self._stop(signal.SIGTERM if number == signal.SIGPIPE else number)
         elif number == signal.SIGINT and self._shutdown.interrupts > 1:
             self._kill("killed.")
-        elif (
-            number == signal.SIGINT
-        ):  # It may have the same cause as the first signal: Ctrl-C also ends what reads the output.
+        elif number == signal.SIGINT:
+            # It may have the same cause as the first signal: Ctrl-C also ends what reads the output.
             self._log(f"SIGINT: the workers are ending{again}.")
 
     def _check_done(self) -> None:

@@ -39,9 +39,8 @@ def main() -> None:
     parent = os.getpid()
     worker = os.fork()
     if worker:
-        signal.pthread_sigmask(
-            signal.SIG_UNBLOCK, FORWARDED
-        )  # The supervisor blocked them when it started this process.
+        # The supervisor blocked them when it started this process.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
         run_reaper(worker, supervisor, signals)
         return
     signals.close()

@@ -1,6 +1,6 @@
 """Roles of the processes of a cluster with parameter servers, and the context that a process has in its role.
 
-A group that trains in step (``membership.py``) is another view of the same cluster.
+Synchronous training describes the same cluster by ``WorkerGroup`` (``membership.py``).
 """
 
 import json

@@ -205,7 +205,9 @@ def connect_rpc(
         try:
             return RpcClient(f"{name} at {address}", _connect_once(address, me, secret, left), timeout_seconds)
         except (HandshakeError, ProtocolError) as error:
-            raise ClusterError(f"{name} at {address} is no server of variables for this worker: {error}.") from None
+            raise ClusterError(
+                f"{name} at {address} is not a server of this job: {error}. Fix: give all processes the same cluster and secret."
+            ) from None
         except RetryableConnectError as error:
             raise_failure()
             reason = str(error)

@@ -1,7 +1,8 @@
 """Model state in training on servers: the chief broadcasts and fetches it, workers report changes, and the chief adds them up.
 
 A metric counts, and a moving average moves by a share of the way to the batch: what two workers have computed at the same time is the sum
-of both changes, in any order. Of other state, such as a maximum, the newest value counts. The state of a seed generator at a step is computed from the number of the step alone.
+of both changes, in any order. Of other state, such as a maximum, the newest value counts. The state of a seed generator at a step is
+computed from the number of the step alone.
 """
 
 from collections.abc import Callable, Mapping, Sequence

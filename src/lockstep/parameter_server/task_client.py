@@ -195,7 +195,8 @@ class TaskClient:
             if (idle := float(found[0]["idle"])) > self._long:
                 raise ClusterError(
                     f"{self._rpc_client.name} answers, and has done nothing for {idle:.0f} s, while this process waits for "
-                    f"{_AWAITED[message['kind']]}. Fix: see where the program of the chief hangs; if it is only slow, raise timeout_seconds.",
+                    f"{_AWAITED[message['kind']]}. Fix: see where the program of the chief hangs; if it is only slow, raise "
+                    f"timeout_seconds above {self._long:g}.",
                     NO_PROGRESS,
                 )
             found = self._request(message).result()

@@ -44,9 +44,8 @@ def resolve_with_parameter_device(
             f"parameter_device: {shown(parameter_device)} is neither a name such as 'cpu:0' nor a JAX device."
         )
     named = [parameter_device] if isinstance(parameter_device, str) else []
-    if any(
-        parse_device_name(name, "parameter_device")[0] == "cpu" for name in named
-    ):  # JAX makes all CPU devices at once, when it starts.
+    # JAX makes all CPU devices at once, when it starts.
+    if any(parse_device_name(name, "parameter_device")[0] == "cpu" for name in named):
         ensure_cpu_devices(max(count_cpu_devices(devices), count_cpu_devices(named)))
     found = resolve_devices(devices)
     if parameter_device is None:

@@ -58,7 +58,7 @@ class ModelParallelStrategy(WorkerStrategy):
         layout: ``"auto"``: by their shapes and their use in the forward pass, variables are sharded along the second axis of the mesh so
             that few collectives follow. Or rules: a ``keras.distribution.LayoutMap``, as KerasHub's ``get_layout_map`` returns it; a
             dictionary from regular expressions, which a whole path must match, to one entry for each axis of the variable: the name of
-            an axis of the mesh, or None; the result of :meth:`layout`. Axes that the mesh does not divide stay whole.
+            an axis of the mesh, or None; the result of :meth:`layout`. Axes that are not divisible by their axis of the mesh stay whole.
         devices: names of this process's devices, such as ``"gpu:0"``; by default all local ones.
         shard: ``"variables"``: each large variable is also sharded over the first axis, and gathered where a step uses it. Source:
             Rajbhandari et al., "ZeRO" (2020), stage 3.

@@ -87,7 +87,7 @@ def _made_folder(output: str) -> Path:
 
 
 def _made_figure() -> Any:
-    """Make the empty figure now, so that a missing Matplotlib is told before the training."""
+    """Make the empty figure now, so that a missing Matplotlib is reported before the training."""
     import matplotlib.figure
 
     return matplotlib.figure.Figure(figsize=(9, 3.5), layout="constrained")

@@ -50,9 +50,8 @@ _RELEVANT = re.compile(
     "|NPROC|TF_CONFIG|(LOCAL_|GROUP_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|LD_PRELOAD|LD_LIBRARY_PATH|PYTHONPATH|(NO|HTTPS?)_PROXY",
     re.IGNORECASE,
 )
-_SECRET = re.compile(
-    "SECRET|TOKEN|JWT|AUTH|COOKIE|PASSWORD|PASSWD|KEY|CREDENTIAL|PROXY", re.IGNORECASE
-)  # The URL of a proxy may contain a password.
+# The URL of a proxy may contain a password.
+_SECRET = re.compile("SECRET|TOKEN|JWT|AUTH|COOKIE|PASSWORD|PASSWD|KEY|CREDENTIAL|PROXY", re.IGNORECASE)
 _DEVICES = "import jax, json, sys; sys.stdout.write(json.dumps([[str(one), one.device_kind] for one in jax.devices()]))"
 _GIB = 2**30
 

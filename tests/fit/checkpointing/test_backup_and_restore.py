@@ -685,8 +685,8 @@ def test_state_about_another_metric_does_not_come_back_and_is_told(made, changed
     states = continued([first, second], tmp_path / "run")
     assert states[1][0] is None
     assert second.monitor_op is (keras.ops.greater if "mode" in changed else keras.ops.less)
-    line = f"{type(first).__name__} begins anew, as its state is about another metric: {before} then, {before | changed} now"
-    assert caplog.text.count(line) == caplog.text.count("begins anew, as") == 1
+    line = f"{type(first).__name__} starts over, as its state is about another metric: {before} then, {before | changed} now"
+    assert caplog.text.count(line) == caplog.text.count("starts over, as") == 1
 
 
 @pytest.mark.parametrize("made", [MONITORING["EarlyStopping"], MONITORING["ReduceLROnPlateau"]])

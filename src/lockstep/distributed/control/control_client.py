@@ -262,7 +262,7 @@ class ControlClient:
                 self._send({"kind": "overdue", "channel": call.name, "what": what, "seconds": limit})
                 if call.wait(_CONFIRMATION_SECONDS) and self.failure and self.failure.kind is not FailureKind.STUCK:
                     break  # The chief knows more, for instance that one of them is silent.
-                late = f"{names}: did not reach {what} within {limit:g} s. Fix: see their output, or raise timeout_seconds."
+                late = f"{names}: did not reach {what} within {limit:g} s. Fix: see their output, or raise timeout_seconds above that."
                 raise ClusterError(late, NO_PROGRESS)
             wait.log(f"{names}, at {what}")
         self.check()

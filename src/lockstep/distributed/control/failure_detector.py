@@ -51,7 +51,7 @@ _FIXES = {
     FailureKind.DIED: f"Fix: see the end of its output; a process that the system killed for lack of memory prints nothing. {_AGAIN}",
     FailureKind.SILENT: "Fix: check that process, its machine and the network. If one call held Python's lock (GIL) so long, as "
     f"json.load of a large file does, raise CommunicationOptions(timeout_seconds=…). {_AGAIN}",
-    FailureKind.STUCK: "Fix: see the stacks in its output; if it was only slow, raise CommunicationOptions(timeout_seconds=…).",
+    FailureKind.STUCK: "Fix: see the stacks in its output; if it was only slow, raise CommunicationOptions(timeout_seconds=…) above that time.",
     FailureKind.LEFT: "Fix: give all workers the same number of epochs and of batches, and have callbacks "
     "stop training after the same step on all.",
     FailureKind.FAILED: "",  # What it raised says it.

@@ -3,7 +3,7 @@
 The client sends ``hello`` with a nonce. The server answers with a ``challenge``: its own nonce and a proof that it knows the job's
 secret. The client sends ``join`` with its :class:`Peer` and its own proof, which includes that. Then the server decides whether to
 admit that peer, and sends ``welcome`` or ``refused``. If there is a secret, all messages after ``join`` carry a MAC, whose keys
-depend on the secret and both nonces. Before it, nothing is told of the server but its version.
+depend on the secret and both nonces. Before it, the server reveals only its protocol version.
 
 :class:`ServerHandshake` is the server's side of one connection; :class:`HandshakeServer` runs it for all connections of a listener.
 :func:`open_listener` opens that, and decides who may reach it.
@@ -44,11 +44,11 @@ from lockstep.distributed.control.transport import (
 
 @dataclass(frozen=True)
 class Peer:
-    """One worker's process.
+    """A process of a job: a worker, a parameter server, the evaluator, or a supervisor of ``lockstep run``.
 
     Args:
-        index: its number, 0 is the chief.
-        workers: number of workers that it was started with.
+        index: its number among the processes of its kind; worker 0 is the chief. A supervisor has -1.
+        workers: number of workers that it was started with; of a process of another kind the number of that kind.
         host: name of its machine.
         pid: its process there.
         generation: how many times its job was restarted.
@@ -316,7 +316,7 @@ def _peer_of(described: Any, address: str) -> Peer:
     except (ValueError, TypeError, RecursionError):
         fields = None
     if not isinstance(fields, dict) or {name: type(value) for name, value in fields.items()} != _FIELDS:
-        raise HandshakeError("it did not say who it is")
+        raise HandshakeError("it sent an invalid peer description")
     return Peer(**fields, address=address)
 
 

@@ -14,8 +14,8 @@ from lockstep.distributed.resolvers.base import EnvironmentResolver, check_texts
 class TFConfigClusterResolver(EnvironmentResolver):
     """The cluster in ``TF_CONFIG``: ``{"cluster": {job: [address, …], …}, "task": {"type": job, "index": number}}``.
 
-    It may have ``"environment"``, ``"rpc_layer"`` and ``"session_master"``, too. Counterpart of ``tf.distribute.cluster_resolver.TFConfigClusterResolver``. It is read when the resolver is made, so a
-    program may set it first.
+    It may have ``"environment"``, ``"rpc_layer"`` and ``"session_master"``, too. It is read when the resolver is made, so a program may set
+    it first. Counterpart of ``tf.distribute.cluster_resolver.TFConfigClusterResolver``.
 
     Args:
         task_type: instead of the type in ``TF_CONFIG``.

@@ -381,7 +381,7 @@ class ModelShardings:
         return [layer for layer in self._layers if rules.pattern_for(_output_path(layer)) is not None]
 
     def constrain_output(self, layer: Any, value: jax.Array) -> jax.Array:
-        """Shard what a layer returns as its rule says, except along axes that the mesh does not divide.
+        """Shard what a layer returns as its rule says, except along axes that are not divisible by those of the mesh.
 
         Raises:
             ModelError: the rule has another number of axes.

@@ -171,9 +171,9 @@ def resume_message(resumed: ResumedRun, directory: Path, steps: int | None = Non
     position = resumed.position
     has = f"{directory} has {position.epoch} of {resumed.epochs} epochs, {position.step} steps"
     if resumed.is_stopped:
-        return f"{has}, and a callback has ended it: nothing is left to train. To train more, use BackupAndRestore(extend=True); to begin anew, take another directory."
+        return f"{has}, and a callback has ended it: nothing is left to train. To train more, use BackupAndRestore(extend=True); to start over, take another directory."
     if resumed.is_over:
-        return f"{has}: nothing is left to train. To train more, give fit more epochs; to begin anew, take another directory."
+        return f"{has}: nothing is left to train. To train more, give fit more epochs; to start over, take another directory."
     done = position.batch if steps is None else min(position.batch, steps)
     return f"resumes from {directory} at step {position.step}: epoch {position.epoch + 1}, after {done} of its steps"
 
@@ -600,7 +600,7 @@ class FitCheckpoint(StepHook):
         if None not in (then, now, restored) and now not in (then, restored):
             self._log(
                 f"the learning rate of the program was {then:g} and is {now:g}, which is not used: training continues with {restored:g}, that of "
-                "the checkpoint. Fix: set it with keras.callbacks.LearningRateScheduler, or begin anew with another directory"
+                "the checkpoint. Fix: set it with keras.callbacks.LearningRateScheduler, or start over with another directory"
             )
         self._rate = now if then is None else then
 
@@ -652,7 +652,7 @@ class FitCheckpoint(StepHook):
             defaults: list[Any] = [now, {}]  # of what earlier versions have not written
             _, attributes, then, paths = entry + defaults[len(entry) - 2 :]
             if then != now:
-                self._log(f"{name} begins anew, as its state is about another metric: {then} then, {now} now")
+                self._log(f"{name} starts over, as its state is about another metric: {then} then, {now} now")
                 continue
             self._resumed_attributes[number] = attributes, paths
             for attribute in attributes:  # The run has changed it, even if this call does not.

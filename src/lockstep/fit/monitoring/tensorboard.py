@@ -451,9 +451,8 @@ class StepProfiler(StepHook):
         if not self._is_running:
             return
         self._is_running = False
-        with contextlib.suppress(
-            RuntimeError
-        ):  # If the step has failed on its devices, the code that uses its results raises that.
+        # If the step has failed on its devices, the code that uses its results raises that.
+        with contextlib.suppress(RuntimeError):
             jax.block_until_ready(self._newest)
         try:
             jax.profiler.stop_trace()

@@ -24,9 +24,8 @@ _MESH_GROUPS = re.compile(
     rf"\breplica_groups=mesh\[([^\]]*)\](?:, device_ids=\((?:{_IOTA}|([\d,]+))\))? \{{([^}}]*)\}}"
 )
 _MESH_AXIS = re.compile(r"'(\w+)'=(\d+)")
-_GROUP_AXIS = re.compile(
-    r"'(\w+)'(?::\((\d+)\)(\d+))?"
-)  # with the size of what is before a part of an axis, and its own
+# With the size of what is before a part of an axis, and its own.
+_GROUP_AXIS = re.compile(r"'(\w+)'(?::\((\d+)\)(\d+))?")
 _PAIRS = re.compile(r"\bsource_target_pairs=\{((?:\{\d+,\d+\},?)*)\}")
 _RESULT = re.compile(r"^\s*(?:ROOT )?%?[\w.\-]+ = (.*?) ([\w\-]+)\(")
 _NAME = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = ")

@@ -370,9 +370,8 @@ def measure_all(
         OptionError: the script calls no ``fit``.
     """
     results: list[SettingResult | SettingFailure] = []
-    fixed: set[int] = (
-        set()
-    )  # numbers of devices whose input has its own batches: another batch size would change nothing
+    # Numbers of devices whose input has its own batches: another batch size would change nothing.
+    fixed: set[int] = set()
     for setting in settings:
         if setting.devices not in fixed:
             report(setting, None)
