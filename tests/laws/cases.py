@@ -766,6 +766,7 @@ CASES = [
 
 def with_topologies(in_the_suite: tuple[str, ...], topology_of: Callable[[int], Any]) -> Iterator[Any]:
     """Yield each case with the topology of its number, as parameters of a test: those in the suite are slow, all others nightly."""
+    assert set(in_the_suite) <= {case.name for case in CASES}
     for number, case in enumerate(CASES):
         topology = topology_of(number)
         marks = [pytest.mark.slow if case.name in in_the_suite else pytest.mark.nightly]

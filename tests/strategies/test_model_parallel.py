@@ -21,7 +21,7 @@ from lockstep.execution.model_parallel import model_shardings
 from lockstep.execution.model_parallel.model_shardings import MeshAxes
 from lockstep.strategies.options import override_devices
 from lockstep.tools.plan.hlo import collectives
-from tests.laws.cases import CASES, case_named, logits_loss, with_topologies
+from tests.laws.cases import case_named, logits_loss, with_topologies
 from tests.laws.compare import Mesh, assert_same, bytes_by_device, reference, run
 
 SHARDED = {"shard": "variables"}
@@ -73,10 +73,6 @@ def test_devices_of_several_machines_or_slices_are_laid_on_a_mesh(monkeypatch):
     assert MeshAxes({"data": 2, "model": 2})._arranged(chips[:4]).shape == (2, 2)
     with pytest.raises(lockstep.DeviceError, match="2 slices of TPUs do not divide the axis 'data'"):
         MeshAxes({"data": 1, "model": 8})._arranged(chips)
-
-
-def test_the_cases_in_the_suite_exist():
-    assert set(IN_THE_SUITE) <= {case.name for case in CASES}
 
 
 @pytest.mark.parametrize(("case", "mesh"), list(with_topologies(IN_THE_SUITE, mesh_of)))

@@ -15,7 +15,7 @@ from lockstep._keras.trainer import variables_of
 from lockstep._padded_array import PaddedArray
 from lockstep.execution import variable_shards
 from lockstep.tools.plan.hlo import collectives
-from tests.laws.cases import CASES, case_named, logits_loss, with_topologies
+from tests.laws.cases import case_named, logits_loss, with_topologies
 from tests.laws.compare import Topology, assert_same, bytes_by_device, reference, run, stored_arrays
 
 SHARDED = {"shard": "variables"}
@@ -39,10 +39,6 @@ IN_THE_SUITE = (
 def topology_of(number):
     """One number of devices for each case, and recomputed layers for every second."""
     return Topology(3, (2, 4, 3)[number % 3], RECOMPUTED if number % 2 else SHARDED)
-
-
-def test_the_cases_in_the_suite_exist():
-    assert set(IN_THE_SUITE) <= {case.name for case in CASES}
 
 
 @pytest.mark.parametrize(("case", "topology"), list(with_topologies(IN_THE_SUITE, topology_of)))

@@ -385,7 +385,8 @@ class Strategy(Diagnostics):
         return entered(self._fit_hooks, context)
 
     def _log(self, message: str, log: Callable[[str], None] = log_info) -> None:
-        log(message)
+        if self.is_chief:
+            log(message)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(devices={list(self.devices)}, replicas={self.num_replicas_in_sync})"

@@ -187,10 +187,6 @@ class WorkerStrategy(Strategy):
         if self._job is not None:
             coordinate_saving(model, self._job.client)
 
-    def _log(self, message: str, log: Callable[[str], None] = log_info) -> None:
-        if self.is_chief:
-            super()._log(message, log)
-
     def _summary(self) -> str:
         return f"worker {self._group.index} of {self._group.workers} ({self._group.source}). {super()._summary()}"
 

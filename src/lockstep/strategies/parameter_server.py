@@ -275,10 +275,6 @@ class ParameterServerStrategy(SchedulingStrategy, Strategy):
         # Until ``steps_by`` adds another.
         return (_RemoteSteps(_refuse_step, lambda: None, self._process_group.note_progress),)
 
-    def _log(self, message: str, log: Callable[[str], None] = log_info) -> None:
-        if self.is_chief:
-            super()._log(message, log)
-
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._role.name})"
 
