@@ -1,4 +1,4 @@
-"""Values of variables that are sharded along an axis that is not divisible by the number of devices: JAX has equal shards only, so zeros fill the last ones."""
+"""Values of variables sharded along an axis that is not divisible by the number of devices: JAX has equal shards only, so zeros fill the last."""
 
 import math
 from collections.abc import Callable, Sequence

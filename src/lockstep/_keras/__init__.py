@@ -1,6 +1,7 @@
 """Access to what Keras does not document. No other package reads Keras's internals.
 
-``patches`` lists every attribute that is replaced, with the files that do it; the other files have the functions that other packages call, by topic. All of it was written against Keras 3.15.
+``patches`` lists every attribute that is replaced, with the files that do it; the other files have the functions that other packages
+call, by topic. All of it was written against Keras 3.15.
 """
 
 from lockstep._errors import BackendError

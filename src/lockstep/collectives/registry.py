@@ -1,4 +1,4 @@
-"""The all-reduce algorithms by name, and the one that a user's argument means. A new algorithm is a class in this package and a line in ``ALGORITHMS``."""
+"""The all-reduce algorithms by name, and the one that a user's argument means. A new one is a class in this package and a line in ``ALGORITHMS``."""
 
 import inspect
 from collections.abc import Callable

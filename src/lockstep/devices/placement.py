@@ -120,7 +120,8 @@ class Placement:
         """Return the axis along which a variable is sharded; None if the variable is small, or every axis is shorter than the number of devices.
 
         On every platform, axes whose slices are whole tiles of a TPU come first, as it would pad others; then those that are
-        divisible by the number of devices; then all others, whose last slices are padded (:func:`pad`). Among these it is the longest; the first of several.
+        divisible by the number of devices; then all others, whose last slices are padded (:func:`pad`). Among these it is the longest;
+        the first of several.
         """
         count, tiles = self.row_shards, (*[1] * len(shape), *TPU_TILE)[-len(shape) :] if shape else ()
         if count == 1 or not is_large(shape):

@@ -5,8 +5,8 @@ step is one program, which XLA partitions as the shardings of its variables and 
 ``step_functions._ForwardInterceptor``.
 
 XLA must not shard rows unevenly over a mesh: with jaxlib 0.10.2, on two axes, the gradient of an embedding is then wrong (what pads the
-last shard is added to entry 0). A batch that is not divisible by the first axis is therefore computed on padding, if it is proved that this
-changes no result; else every row of devices computes all rows.
+last shard is added to entry 0). A batch whose size is not divisible by the first axis is therefore computed on padding, if it is
+proved that this changes no result; else every row of devices computes all rows.
 """
 
 import abc
@@ -460,7 +460,7 @@ class ModelParallelExecutor(SpmdExecutor):
         return self.shardings.of_state(state)
 
     def global_batch(self, rows: PlacedRows) -> jax.Array:
-        """See :class:`Executor`. Rows that are not divisible by the mesh are on all of its devices."""
+        """See :class:`Executor`. A batch whose size is not divisible by the mesh is on all of its devices."""
         array = super().global_batch(rows)
         return array if rows.layout.is_full else self._on_all(array)
 
@@ -473,7 +473,7 @@ class ModelParallelExecutor(SpmdExecutor):
             return self._call_on_padding(call, placed, layout)
         except CannotSplitError as reason:
             self._log(
-                f"each row of devices computes all rows of a batch whose rows are not divisible by {layout.devices}: {reason}"
+                f"each row of devices computes all rows of a batch whose size is not divisible by {layout.devices}: {reason}"
             )
             return self._make_on_all(call)
 

@@ -1,9 +1,9 @@
 """``shard="variables"`` and ``shard="optimizer"``: each device keeps a shard of every large variable, or of the optimizer's.
 
-``Placement.slice_axis`` chooses the axis. If its length is not divisible by the number of devices, the last shards are padded between two steps and in
-collectives. A sharded variable is gathered where a forward pass uses it. The transpose of a gather is a reduce-scatter, so a device also
-gets only its shard of a gradient, and the update runs on shards. Source: Rajbhandari et al., "ZeRO" (2020), stage 3. Both are explicit
-collectives inside of ``shard_map``; the partitioner of XLA decides nothing about them.
+``Placement.slice_axis`` chooses the axis. If its length is not divisible by the number of devices, the last shards are padded
+between two steps and in collectives. A sharded variable is gathered where a forward pass uses it. The transpose of a gather is a
+reduce-scatter, so a device also gets only its shard of a gradient, and the update runs on shards. Source: Rajbhandari et al., "ZeRO"
+(2020), stage 3. Both are explicit collectives inside of ``shard_map``; the partitioner of XLA decides nothing about them.
 """
 
 import contextlib

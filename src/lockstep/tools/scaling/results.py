@@ -488,8 +488,8 @@ def _report_overhead(rows: Sequence[ScalingRow]) -> list[str]:
         return []
     before, under = min(both, key=lambda pair: pair[0].step)
     return [
-        f"At batch {under.setting.batch} a step takes {format_seconds(before.step)} in plain Keras and {format_seconds(under.step)} under a strategy on one "
-        "device."
+        f"At batch {under.setting.batch} a step takes {format_seconds(before.step)} in plain Keras and {format_seconds(under.step)} under a "
+        "strategy on one device."
     ]
 
 
