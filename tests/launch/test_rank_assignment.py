@@ -107,7 +107,9 @@ def test_nodes_that_restart_on_their_own_meet_whatever_each_has_restarted(restar
         started_again = [next(starts) for _ in range(2 if node == restarted else 1)]
         environments.append(started_again[-1].variables(0))
     assert environments[restarted]["LOCKSTEP_GENERATION"] == "1"
-    with ThreadedJob(2, lambda index: {"generation": job_generation(environments[index])}, timeout_seconds=5) as workers:
+    with ThreadedJob(
+        2, lambda index: {"generation": job_generation(environments[index])}, timeout_seconds=5
+    ) as workers:
         assert workers.errors == {}
 
 
