@@ -26,7 +26,7 @@ from lockstep.fit.checkpointing import fit_checkpoint, model_state
 from lockstep.fit.checkpointing.fit_checkpoint import ResumedRun
 from tests.support.marks import every_pair
 
-from .runs import BreakOff, BrokenOffError, Run, Shuffled, data, drawing, whole
+from .runs import BreakOff, BrokenOffError, Run, Shuffled, arrays, data, drawing, whole
 
 pytestmark = pytest.mark.filterwarnings("ignore:Your input ran out of data")
 
@@ -1000,6 +1000,27 @@ def test_a_second_call_is_resumed_on_data_that_the_first_has_used(kind, stop, is
 
     assert left(stop) is None
     assert left() == left(backup=False)
+
+
+@pytest.mark.slow
+def test_the_position_of_a_checkpoint_counts_and_not_a_later_initial_epoch(tmp_path, caplog):
+    """Which would skip epochs that are not trained."""
+    given = arrays(epochs=4, verbose=0, shuffle=False)
+
+    def fit(*callbacks, **options):
+        model = Run(tmp_path).model()
+        history = model.fit(**given, **options, callbacks=list(callbacks)).history
+        return [*model.get_weights(), *history.values()]
+
+    with pytest.raises(BrokenOffError):
+        fit(BackupAndRestore(tmp_path), BreakOff(8))  # in the second epoch
+    with caplog.at_level("INFO", logger="lockstep"):
+        resumed = fit(BackupAndRestore(tmp_path), initial_epoch=3)
+    for one, other in zip(resumed, fit(), strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert "initial_epoch=3 has no effect: the checkpoint is in epoch 2" in caplog.text
+    begun = fit(BackupAndRestore(tmp_path / "new"), initial_epoch=3)
+    assert len(begun[-1]) == 1
 
 
 @pytest.mark.parametrize("kind", SEVERAL_CALLS)

@@ -72,7 +72,12 @@ def _resumed_run(backup: BackupAndRestore, context: FitContext, store: Checkpoin
 def _start_at_resume_position(run: FitCheckpoint, context: FitContext) -> None:
     arguments, resumed, verbose = context.arguments, run.resumed, context.arguments.get("verbose", "auto")
     arguments["epochs"] = min(resumed.epochs, resumed.position.epoch) if resumed.is_stopped else resumed.epochs
-    arguments["initial_epoch"] = max(resumed.position.epoch, arguments.get("initial_epoch", 0))
+    begins, position = arguments.get("initial_epoch", 0), resumed.position.epoch
+    arguments["initial_epoch"] = begins if resumed.is_new else position
+    if not resumed.is_new and begins > position:
+        context.log(
+            f"initial_epoch={begins} has no effect: the checkpoint is in epoch {position + 1}, and the run resumes there"
+        )
     arguments["callbacks"] = CheckpointCallbackList(
         run,
         arguments["callbacks"],
