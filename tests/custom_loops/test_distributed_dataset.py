@@ -4,6 +4,7 @@ import gc
 import itertools
 import logging
 import threading
+import time
 import traceback
 
 import keras
@@ -134,6 +135,25 @@ def test_a_loop_resumes_at_the_next_batch(kind, prefetch, own):
             if len(found) % 8 == 0:
                 break
     assert found == [number for number in range(12) for _ in range(2)]
+
+
+def test_a_loop_that_is_left_while_another_exception_is_handled_resumes_at_the_next_batch():
+    def slow():
+        for number in range(12):
+            time.sleep(0.05)  # The next one is still being read when the loop is left.
+            yield np.full(2, number)
+
+    strategy, found = make(2), []
+    dataset = strategy.experimental_distribute_dataset(slow())
+    for _ in range(3):
+        try:
+            raise KeyError
+        except KeyError:
+            for batch in dataset:
+                found.append(int(strategy.gather(batch, axis=0)[0]))
+                if len(found) % 2 == 0:
+                    break
+    assert found == [0, 1, 2, 3, 4, 5]
 
 
 def test_no_thread_is_left():

@@ -169,7 +169,7 @@ class DistributedIterator(Iterator[Any]):
         self._pass = ResumableIterator(source, place, depth, WaitMeter(), check)
         self._pass.set_limit(math.inf)
         source.set_limit(math.inf)
-        self._close = weakref.finalize(self, _close, self._pass)
+        self._close = weakref.finalize(self, _close, self._pass, id(sys.exception()))
         self._close.atexit = False
         source.begin_epoch()
 
@@ -231,8 +231,9 @@ class Optional:
         return self._value
 
 
-def _close(iterator: ResumableIterator) -> None:
-    iterator.close(failed=sys.exception() is not None)
+def _close(iterator: ResumableIterator, handled: int) -> None:
+    """End a pass; ``handled`` is the ID of the exception that was handled when it began: only another one means that it has failed."""
+    iterator.close(failed=id(sys.exception()) not in (handled, id(None)))
 
 
 _CHARACTERS = 8 * 2**20  # in one message to a process, which holds a chunk of each process
