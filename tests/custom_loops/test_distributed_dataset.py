@@ -137,7 +137,9 @@ def test_a_loop_resumes_at_the_next_batch(kind, prefetch, own):
     assert found == [number for number in range(12) for _ in range(2)]
 
 
-def test_a_loop_that_is_left_while_another_exception_is_handled_resumes_at_the_next_batch():
+def test_a_loop_that_is_left_while_another_exception_is_handled_resumes_at_the_next_batch(monkeypatch):
+    monkeypatch.setattr("lockstep.data.prefetch._GRACE", 0.0)
+
     def slow():
         for number in range(12):
             time.sleep(0.05)  # The next one is still being read when the loop is left.

@@ -125,8 +125,8 @@ def check_same_batch(name: str, state: IteratorState, batch: Any) -> None:
     if not _is_last_batch(state, batch):
         raise InputError(
             f"The {name} is not the one that the checkpoint was written with, or gives its batches in another order: batch "
-            f"{state.batches} of this pass is not the one that was trained on. Fix: give it the same data, and its shuffling a seed; or "
-            "start over with another directory."
+            f"{state.batches} of this pass is not the one that was trained on. Fix: give fit the same data and class_weight, and its shuffling a seed; "
+            "or start over with another directory."
         )
 
 

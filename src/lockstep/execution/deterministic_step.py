@@ -68,7 +68,8 @@ def _call_of(jaxpr: ClosedJaxpr) -> IsolatedCall:
 def _refuse(what: str, *_: Any, **__: Any) -> Any:
     raise ModelError(
         f"With deterministic=True a model's forward pass cannot be {what}, because each replica runs as a program of its "
-        "own. Fix: call the model directly in train_step, once for each derivative, or leave deterministic=True out."
+        "own. Fix: call the model itself in train_step instead of its stateless_call, which runs it on the global batch, or leave "
+        "deterministic=True out."
     )
 
 

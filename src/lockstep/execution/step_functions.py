@@ -271,9 +271,10 @@ class _ForwardInterceptor:
         @functools.wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
             if not self._is_in_call and self._splits and model not in self._undivided:
+                known = "" if self.executor.supports_second_derivatives else ", unless it is differentiated twice"
                 self.log(
                     f"model {model.name!r} is called directly, and so {self._on_global_batch(model)}. "
-                    "To have it run by replicas, call its stateless_call"
+                    f"To have it run by replicas, call its stateless_call{known}"
                 )
             return self._run_original(model, original, *args, **kwargs)
 

@@ -75,6 +75,15 @@ def test_a_line_names_operation_layer_and_line_of_code(caplog):
 
 
 @pytest.mark.slow
+def test_the_layer_is_named_whose_operations_change_with_the_number_of_rows(caplog):
+    class SwapsHalves(layers.Layer):
+        def call(self, x):
+            return ops.concatenate(ops.split(x, 2, axis=0)[::-1], axis=0) if x.shape[0] == 4 else x
+
+    (line,) = lines_of(caplog, SwapsHalves(name="swaps"))
+    assert "its operations change with the number of rows, layer 'swaps'" in line
+
+
 def test_numbers_that_are_drawn_with_a_parameter_of_each_row_belong_to_rows(caplog):
     (line,) = lines_of(caplog, ReversedGamma())
     assert "rev reverses" in line

@@ -68,7 +68,7 @@ class MeshAxes:
         count = int(np.prod([*self.sizes.values()]))
         if count != len(devices):
             raise DeviceError(
-                f"mesh={dict(self.sizes)} needs {count} devices, and there are {len(devices)}. Fix: change an axis."
+                f"mesh={dict(self.sizes)} needs {count} devices, and there are {len(devices)}. Fix: change an axis, or name the devices: devices=[…]."
             )
         names = [self.name_in_mesh(name) for name in self.sizes]
         kinds = (AxisType.Auto,) * len(names)

@@ -8,6 +8,7 @@ comes from a seed generator, because each replica then draws from its own stream
 """
 
 import functools
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -225,14 +226,18 @@ class _JaxprReader:
             if float(one) * self.rows[1] == float(other) * self.rows[0]:
                 return RowCount()
             numbers = [np.asarray(number).item() for number in (one, other)]
-            return Mixed(f"a number is {numbers[0]} for {self.rows[0]} rows and {numbers[1]} for {self.rows[1]}")
+            return Mixed(
+                f"a constant or index is {numbers[0]} for {self.rows[0]} rows and {numbers[1]} for {self.rows[1]}"
+            )
         return Mixed("an array that is no input changes with the number of rows")
 
     def _difference(self, first: Jaxpr, second: Jaxpr) -> Mixed:
-        for one, other in zip(first.eqns, second.eqns, strict=False):
-            if one.primitive.name != other.primitive.name:
-                return Mixed("its operations change with the number of rows").located_at(one)
-        return Mixed("its operations change with the number of rows")
+        """Return where one trace has other operations: where the longer one has more of them, as what follows these is of another layer."""
+        longer, shorter = sorted((first.eqns, second.eqns), key=len, reverse=True)
+        same = itertools.takewhile(
+            lambda pair: pair[0].primitive.name == pair[1].primitive.name, zip(longer, shorter, strict=False)
+        )
+        return Mixed("its operations change with the number of rows").located_at(longer[len(list(same))])
 
     def _results(self, pair: EquationPair, inputs: RowDependences) -> RowDependences:
         """Return the dependences of the results of one equation."""

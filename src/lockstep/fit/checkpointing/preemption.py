@@ -78,7 +78,7 @@ class Preemption:
         if self._signal_name is None or has_stopped:
             return
         if error is not None:
-            log_info(f"{self._signal_name} came before {summary_of(error)}: this process ends.")
+            log_info(f"{self._signal_name} came before {summary_of(error).rstrip('.')}: this process ends.")
         if isinstance(error, ClusterError) and error.exit_code == PEER_LOST:
             raise SystemExit(PEER_LOST) from error  # The other processes have stopped, and the job can resume.
         signal.raise_signal(signal.Signals[self._signal_name])
