@@ -158,6 +158,19 @@ def test_a_loop_that_is_left_while_another_exception_is_handled_resumes_at_the_n
     assert found == [0, 1, 2, 3, 4, 5]
 
 
+def test_a_hint_of_a_length_is_no_length():
+    class Hints:
+        def __iter__(self):
+            return iter([np.ones(2)] * 6)
+
+        def __length_hint__(self):
+            return 3
+
+    dataset = make(2).experimental_distribute_dataset(Hints())
+    assert dataset.num_batches is None
+    assert sum(1 for _ in dataset) == 6
+
+
 def test_no_thread_is_left():
     dataset = make(2).experimental_distribute_dataset(np.ones(2) for _ in itertools.count())
     for _ in dataset:

@@ -751,6 +751,12 @@ def test_average_loss_refuses_what_is_no_number_of_rows(rows):
         lockstep.compute_average_loss(jnp.ones(2), global_batch_size=rows)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "int8"])
+def test_the_average_of_many_losses_of_few_bits_is_that_of_numpy_in_32(dtype):
+    average = lockstep.compute_average_loss(jnp.full(2048, 100, dtype), global_batch_size=2048)
+    assert (float(average), average.dtype) == (100.0, "float32" if dtype == "int8" else dtype)
+
+
 def test_without_a_strategy_data_sets_come_to_the_only_replica():
     strategy, batches = lockstep.get_strategy(), [np.arange(3.0), np.arange(2.0)]
     seen = []

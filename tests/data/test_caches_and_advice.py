@@ -189,6 +189,20 @@ def test_a_cache_overwrites_nothing(tmp_path):
     assert path.read_text() == "precious"
 
 
+def test_a_relative_path_stays_the_same_file_in_another_directory(tmp_path, monkeypatch):
+    def moves():
+        for batch in cut(*data()):
+            yield batch
+            monkeypatch.chdir(tmp_path / "other")
+
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path)
+    model, order = counting(strategy=cached("cache"))
+    model.fit(moves(), epochs=2, shuffle=False, verbose=0, callbacks=[order])
+    assert [list(epoch) for epoch in order.epochs] == [list(range(ROWS))] * 2
+    assert [path.name for path in tmp_path.rglob("*")] == ["other"]
+
+
 def test_a_file_is_gone_after_an_error(tmp_path):
     def broken():
         yield from cut(*data())[:2]

@@ -304,11 +304,14 @@ def test_a_generator_that_has_ended_is_not_started_again():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_distributed", [False, True])
-def test_an_epoch_without_a_batch_has_no_results_of_no_step(is_distributed):
+@pytest.mark.parametrize("kind", ["generator", "distributed generator", "function"])
+def test_an_epoch_without_a_batch_has_no_results_of_no_step(kind):
     def ended():
+        if kind == "function":
+            batches, ends = cut(*data()), iter([*[False] * len(cut(*data())), True])
+            return lambda step: None if next(ends, True) else batches[step]
         batches = (batch for batch in cut(*data()))
-        return strategy.experimental_distribute_dataset(batches) if is_distributed else batches
+        return strategy.experimental_distribute_dataset(batches) if kind.startswith("distributed") else batches
 
     strategy, model = lockstep.MirroredStrategy(["cpu:0"], replicas=2), counting(Topology(2, 1))[0]
     x, y = data()

@@ -178,6 +178,53 @@ def test_an_object_that_belongs_to_another_thread_is_explained():
     ]
 
 
+class UnreadableError(Exception):
+    """Has no text."""
+
+    def __str__(self):
+        return self.args[0]
+
+
+def test_an_error_without_a_text_ends_the_wait_for_a_batch():
+    def fail():
+        raise UnreadableError(7)
+
+    reader = Prefetcher(fail, lambda: None, 2, "numbers")
+    reader.set_limit(1)
+    with pytest.raises(UnreadableError):
+        reader.take()
+    reader.close(failed=True)
+
+
+def test_a_thread_that_cannot_start_is_no_thread_to_wait_for(monkeypatch):
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    reader = Prefetcher(lambda: 1, lambda: None, 2, "numbers")
+    reader.set_limit(1)
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        reader.take()
+    assert reader.close(failed=True) == []
+
+
+@pytest.mark.parametrize("error", [SystemExit, GeneratorExit, KeyError])
+def test_an_error_in_a_thread_of_a_pydataset_reaches_fit(error):
+    class Broken(keras.utils.PyDataset):
+        def __len__(self):
+            return 4
+
+        def __getitem__(self, number):
+            if number == 2:
+                raise error("file 2 is missing")
+            return number
+
+    batches = DatasetSource(Broken(workers=2)).batches()
+    assert [next(batches), next(batches)] == [0, 1]
+    with pytest.raises(error, match="file 2 is missing"):
+        next(batches)
+
+
 @pytest.mark.slow
 def test_what_hangs_is_named_and_can_be_left(caplog):
     hanging = threading.Event()

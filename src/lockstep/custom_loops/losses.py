@@ -8,7 +8,7 @@ import numpy as np
 
 from lockstep._errors import InputError, shown
 from lockstep.custom_loops.per_replica import check_arrays, fits_jax, value_of
-from lockstep.custom_loops.replica_context import as_floating, current_replica, current_strategy
+from lockstep.custom_loops.replica_context import as_floating, current_replica, current_strategy, dtype_of_mean
 from lockstep.execution.step_functions import is_in_step
 
 
@@ -47,7 +47,9 @@ def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, globa
         losses = losses * _weights_of(losses, _numbers("sample_weight", sample_weight))
     if global_batch_size is not None:
         _check_rows(global_batch_size)
-    return losses.sum() / (max(1, losses.shape[0]) * _replicas() if global_batch_size is None else global_batch_size)
+    rows = max(1, losses.shape[0]) * _replicas() if global_batch_size is None else global_batch_size
+    average = losses.sum(dtype=dtype_of_mean(losses.dtype)) / rows
+    return average.astype(as_floating(losses).dtype)
 
 
 def scale_regularization_loss(regularization_loss: Any) -> jax.Array:

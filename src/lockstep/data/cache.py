@@ -27,7 +27,7 @@ class FileBatchStore:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._path = Path(path)
+        self._path = Path(path).absolute()  # The data's code may change the working directory.
         self._dtypes: list[Any] = []  # of each batch the tree of its dtypes, which NumPy's files do not all know
         if self._path.exists():
             raise OptionError(

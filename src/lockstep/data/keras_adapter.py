@@ -151,7 +151,7 @@ class KerasInput(trainer.DataAdapter):
         """
         has_ended = self._pass is not None and self._pass.has_ended  # else Keras has only looked at the first batch
         is_empty = self._taken_at_begin == self.total_taken and not self._resume.steps
-        if has_ended and is_empty and not self._source.restarts:
+        if has_ended and is_empty and self._source.num_batches is None:
             raise InputError(
                 f"The {self.name} has no batch, or has been used up: a generator can be gone through once. Fix: make a new one, "
                 "pass steps_per_epoch to share it among epochs, or write a keras.utils.PyDataset."

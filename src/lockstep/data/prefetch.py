@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 
+from lockstep._errors import text_of
 from lockstep._keras import trainer
 from lockstep._logging import is_cancelled, log_info
 
@@ -196,8 +197,9 @@ class Prefetcher:
         # keep the process alive.
         self._thread_state = _SharedThreadState()
         run = functools.partial(contextvars.copy_context().run, self._run, _has_64_bits())
-        self._thread = threading.Thread(target=run, name=_THREAD, daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=run, name=_THREAD, daemon=True)
+        thread.start()
+        self._thread = thread
 
     def _run(self, has_64_bits: bool) -> None:
         is_cancelled.set(lambda: self._closed)
@@ -213,11 +215,11 @@ class Prefetcher:
                     self._thread_state.end_read()
                     self._changed.notify_all()
         except BaseException as error:
+            self._failure = error
             # Such as that of SQLite, whose connections belong to the thread that has made them.
-            if "thread" in str(error):
+            if "thread" in text_of(error):
                 note = f"A thread reads the {self._name}; with InputOptions(prefetch=0) the thread of fit does."
                 error.add_note(note)
-            self._failure = error
         try:
             self._finish()
         except BaseException as error:

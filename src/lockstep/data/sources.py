@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from multiprocessing.pool import AsyncResult, ThreadPool
-from operator import length_hint
 from types import FunctionType, GeneratorType, MethodType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -331,8 +330,11 @@ class DatasetSource(_UserCodeSource):
         # Its threads are daemons and are not joined: a hanging __getitem__ keeps neither the process alive nor an error back.
         pool = ThreadPool(self._dataset.workers)
 
-        def read(number: int) -> Any:
-            return None if closed.is_set() else self._dataset[number]
+        def read(number: int) -> tuple[Any, BaseException | None]:
+            try:
+                return (None if closed.is_set() else self._dataset[number]), None
+            except BaseException as error:  # SystemExit would end a thread of the pool, and leave its result open.
+                return None, error
 
         try:
             while True:
@@ -344,7 +346,10 @@ class DatasetSource(_UserCodeSource):
                     asked += 1
                 if not waiting:
                     return
-                yield waiting.popleft().get()
+                batch, error = waiting.popleft().get()
+                if error is not None:
+                    raise error
+                yield batch
         except GeneratorExit:
             closed.set()
             self._wait_for(waiting)
@@ -410,8 +415,10 @@ class IterableSource(_LeftoverSource):
 
     @property
     def num_batches(self) -> int | None:
-        known = length_hint(self._iterable, -1) if self.restarts else -1
-        return known if known >= 0 else None
+        try:
+            return len(self._iterable) if self.restarts else None  # type: ignore[arg-type]  # Some have a length.
+        except TypeError:
+            return None
 
     def _made(self) -> Iterator[Any]:
         return self._shuffled.noted(iter(without_added_prefetch(self._iterable)))

@@ -26,7 +26,7 @@ from lockstep.fit.checkpointing import fit_checkpoint, model_state
 from lockstep.fit.checkpointing.fit_checkpoint import ResumedRun
 from tests.support.marks import every_pair
 
-from .runs import BreakOff, BrokenOffError, Run, Shuffled, arrays, data, drawing, whole
+from .runs import BreakOff, BrokenOffError, Run, Shuffled, arrays, data, drawing, of_step, whole
 
 pytestmark = pytest.mark.filterwarnings("ignore:Your input ran out of data")
 
@@ -506,6 +506,25 @@ def test_numbers_of_the_host_in_a_loop_are_not_narrowed(tmp_path):
     assert (type(found["sum"]), found["sum"]) == (np.float64, 1e-9)
     assert (type(found["rate"]), found["rate"]) == (float, 0.1)
     assert isinstance(found["weights"], jax.Array)
+
+
+@pytest.mark.parametrize(("first", "saved"), [(0.0, 2**33 + 1), (0, 0.1), (0, 1e300)])
+def test_a_number_of_a_loop_may_change_its_type(first, saved, tmp_path):
+    strategy = lockstep.MirroredStrategy(["cpu:0"])
+    for step, state in ((0, first), (1, saved)):
+        with strategy.checkpoint(tmp_path, save_freq=1) as checkpoint:
+            assert checkpoint.restore(first) == (state, step)
+            checkpoint.save(1, saved)
+
+
+def test_what_a_loop_can_never_store_is_refused_before_it_begins(tmp_path):
+    with lockstep.MirroredStrategy(["cpu:0"]).checkpoint(tmp_path, save_freq=1) as checkpoint:
+        for leaf in ("run 7", 2**70):
+            with pytest.raises(lockstep.OptionError, match=r"state\['name'\] cannot be stored"):
+                checkpoint.restore({"w": np.ones(2), "name": leaf})
+        for step in (1.0, -1):
+            with pytest.raises(lockstep.OptionError, match="step: expected a whole number"):
+                checkpoint.save(step, {"w": np.ones(2)})
 
 
 def test_a_loop_that_has_another_number_of_replicas_says_so(tmp_path, caplog):
@@ -1000,6 +1019,27 @@ def test_a_second_call_is_resumed_on_data_that_the_first_has_used(kind, stop, is
 
     assert left(stop) is None
     assert left() == left(backup=False)
+
+
+def events_of_fit(callbacks, cache=None, joined=1, **given):
+    """How often each step begins, and the parameters that callbacks get."""
+    begun, callback = [], keras.callbacks.Callback()
+    callback.on_train_batch_begin = lambda batch, logs=None: begun.append(batch)
+    model = Run(None, cache=cache, joined=joined).model()
+    model.fit(**given, epochs=2, verbose=0, callbacks=[callback, *callbacks])
+    return begun, callback.params
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "given"),
+    [
+        ({"cache": "memory"}, {"x": of_step}),  # The cache knows the end before Keras does.
+        ({"joined": 4}, {"steps_per_epoch": 3} | arrays()),
+    ],
+)
+def test_other_callbacks_get_the_same_events_with_a_backup(options, given, tmp_path):
+    assert events_of_fit([BackupAndRestore(tmp_path)], **options, **given) == events_of_fit([], **options, **given)
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import keras
 import ml_dtypes
 import numpy as np
@@ -30,7 +31,9 @@ VALUES = [
     0.1,
     float("inf"),
     "text",
-    [1, (2, "three")],
+    2 + 3j,
+    jnp.arange(3.0),
+    [1, (2, "three"), jnp.ones(2, "int8")[0]],
     {"a": [1.5], 2: None, (1, 2): "x"},
     np.arange(6, dtype="int16").reshape(2, 3),
     np.float32(0.25),
@@ -60,7 +63,7 @@ def test_a_value_comes_back_as_it_was(value):
     for _ in range(2):  # When training begins, and when its epoch does.
         found = there_and_back(SimpleNamespace(value=value), target).value
     assert type(found) is type(value)
-    assert np.array_equal(found, value) if isinstance(value, np.ndarray) else found == value
+    assert np.array_equal(found, value) if isinstance(value, (np.ndarray, jax.Array)) else found == value
     assert getattr(found, "maxlen", None) == getattr(value, "maxlen", None)
     assert getattr(found, "default_factory", None) == getattr(value, "default_factory", None)
     assert not isinstance(value, OrderedDict) or [*found] == [*value]
@@ -120,6 +123,12 @@ UNKEPT = {
 @pytest.mark.parametrize("value", UNKEPT.values(), ids=UNKEPT)
 def test_what_is_no_value_is_left_alone(value):
     assert vars(there_and_back(SimpleNamespace(value=value), SimpleNamespace(value="own"))) == {"value": "own"}
+
+
+def test_a_log_that_is_no_value_takes_no_other_with_it():
+    history, target = keras.callbacks.History(), keras.callbacks.History()
+    history.history = {"loss": [0.5, 0.25], "ended": [object(), object()]}
+    assert there_and_back(history, target).history == {"loss": [0.5, 0.25]}
 
 
 def test_what_comes_back_shares_no_memory():

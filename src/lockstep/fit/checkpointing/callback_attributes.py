@@ -183,10 +183,20 @@ def _values(owner: Any, name: str, value_of: ValueOf) -> Iterator[tuple[str, Any
     """Yield the attributes that are values: the name, the value as JSON, and the arrays in it."""
     for attribute, value in vars(owner).items():
         arrays: dict[str, np.ndarray] = {}
+        if (state_of(type(owner)) or {}).get(attribute) == "lists":  # of the logs, which may hold anything
+            value = {key: items for key, items in value.items() if _has_value(items)}
         if _is_kept(type(owner), attribute):
             # A value that contains itself is none either.
             with contextlib.suppress(_NoValueError, RecursionError):
                 yield attribute, _packed(value, f"{name}/{attribute}", arrays, value_of), arrays
+
+
+def _has_value(items: list[Any]) -> bool:
+    try:
+        _packed(items, "", {}, _own_value)
+    except (_NoValueError, RecursionError):
+        return False
+    return True
 
 
 def unpacked_attributes(
@@ -296,6 +306,9 @@ def _packed(value: Any, name: str, arrays: dict[str, np.ndarray], value_of: Valu
     kind = type(value)
     if kind in _PLAIN:
         return value
+    if kind is complex:
+        return {"complex": [value.real, value.imag]}
+    of_jax = isinstance(value, jax.Array)
     if isinstance(value, keras.Variable):
         value = value_of(value)
     if isinstance(value, PaddedArray):
@@ -303,7 +316,8 @@ def _packed(value: Any, name: str, arrays: dict[str, np.ndarray], value_of: Valu
             raise _NoValueError
         value = np.asarray(value)
     if isinstance(value, (jax.Array, np.ndarray, np.generic)):
-        return _packed_array(value, name, arrays)
+        packed = _packed_array(value, name, arrays)
+        return packed | {"jax": True} if of_jax and "array" in packed else packed
     if isinstance(value, FunctionType) and vars(keras.ops).get(value.__name__) is value:
         return {"keras.ops": value.__name__}
 
@@ -349,10 +363,14 @@ def unpacked(packed: Any, arrays: Mapping[str, np.ndarray]) -> Any:
     """Return a value; LookupError, TypeError or ValueError if :func:`_packed` gives no such thing."""
     if packed is None or isinstance(packed, (bool, int, float, str)):
         return packed
-    ((kind, inside),) = ((key, each) for key, each in packed.items() if key != "scalar")
+    ((kind, inside),) = ((key, each) for key, each in packed.items() if key not in ("scalar", "jax"))
     if kind == "array":
         array = arrays[inside]
+        if packed.get("jax"):  # Earlier versions have left this out.
+            return jnp.asarray(array)
         return array[()] if packed["scalar"] and not array.ndim else array.copy()
+    if kind == "complex":
+        return complex(*inside)
     if kind == "key":
         implementation, data = inside
         return jax.random.wrap_key_data(unpacked(data, arrays), impl=implementation)

@@ -84,7 +84,7 @@ def _start_at_resume_position(run: FitCheckpoint, context: FitContext) -> None:
         add_progbar=verbose != 0,
         verbose=verbose,
         epochs=resumed.epochs,
-        steps=context.data.steps,
+        steps=arguments.get("steps_per_epoch") or context.data.steps,
         model=context.model,
     )
 

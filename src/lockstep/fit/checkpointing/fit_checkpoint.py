@@ -360,7 +360,8 @@ class FitCheckpoint(StepHook):
         """Note the step that Keras is at; return whether there is one that an earlier process has not done."""
         self._current = (epoch, batch)
         # Of a pass that was resumed in its middle, Keras finds the end only in the step.
-        return not self.resumed.has_done(epoch, batch) and not self._data.is_at_end
+        is_over = self._data.is_mid_pass and self._data.is_at_end
+        return not self.resumed.has_done(epoch, batch) and not is_over
 
     def batch_ended(self, batch: int, logs: Any) -> None:
         """Save if it is time to; ``batch`` steps of the epoch are done."""

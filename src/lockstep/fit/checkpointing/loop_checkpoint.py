@@ -7,7 +7,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from lockstep._errors import CheckpointError
+from lockstep._array_encoding import DTYPES
+from lockstep._errors import CheckpointError, OptionError, shown, whole_number
 from lockstep._version import used_versions
 from lockstep.checkpoint.async_writer import AsyncWriter
 from lockstep.checkpoint.serialization import Snapshot
@@ -74,7 +75,9 @@ class Checkpoint:
 
         Raises:
             CheckpointError: no checkpoint is good, or it has another tree, shape or dtype.
+            OptionError: the state holds something that cannot be stored, such as text.
         """
+        names, structure = _named(state)
         with self._process_group.saving():
             loaded = self._store.newest(lambda found: check_fields(found, ["random"])) if self._writer else None
         found = self._process_group.broadcast_from_chief(
@@ -83,7 +86,6 @@ class Checkpoint:
         if found is None:
             return state, 0
         step, arrays, metadata = found
-        names, structure = _named(state)
         differ = [name for name, leaf in names.items() if name not in arrays or _differs(arrays[name], leaf)]
         if differ or len(names) != len(arrays):
             raise CheckpointError(
@@ -115,8 +117,9 @@ class Checkpoint:
 
         Raises:
             SystemExit: with code 75, after a preemption.
+            OptionError: ``step`` is no whole number of at least 0, or the state that is saved holds something that cannot be stored.
         """
-        before, self._step = self._step, step
+        before, self._step = self._step, whole_number("step", step, minimum=0)
         is_last = self._preemption.end_step()
         if is_last or self._preemption.is_save_due or self._frequency.is_due_by_steps(before, step):
             self._write(step, state)
@@ -142,11 +145,9 @@ class Checkpoint:
             self._log(f"no checkpoint at step {step}: {error}")
 
     def _like(self, leaf: Any, new: np.ndarray) -> Any:
-        """Return a restored array on the devices; what was a number of Python or 64 bits wide on the host is so again."""
-        if not isinstance(leaf, jax.Array) and new.dtype == np.asarray(leaf).dtype != jax.dtypes.canonicalize_dtype(
-            new.dtype
-        ):
-            return new if isinstance(leaf, np.ndarray) else type(leaf)(new[()])
+        """Return a restored array on the devices; a number of Python, and what JAX would narrow, is on the host again."""
+        if not isinstance(leaf, jax.Array) and new.dtype != jax.dtypes.canonicalize_dtype(new.dtype):
+            return new if isinstance(leaf, np.ndarray) else new[()] if isinstance(leaf, np.generic) else new.item()
         placed = self._placement.put(new)
         return jax.random.wrap_key_data(placed, impl=jax.random.key_impl(leaf)) if _is_key(leaf) else placed
 
@@ -159,9 +160,19 @@ class Checkpoint:
 
 
 def _named(state: Any) -> tuple[dict[str, Any], Any]:
-    """Return the leaves by name, random keys as their integers, and the structure."""
+    """Return the leaves by name, random keys as their integers, and the structure.
+
+    Raises:
+        OptionError: a leaf is neither an array nor a number of a dtype that checkpoints have.
+    """
     leaves, structure = jax.tree_util.tree_flatten_with_path(state)
     named = {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
+    for name, leaf in named.items():
+        if not _is_key(leaf) and (leaf if isinstance(leaf, jax.Array) else np.asarray(leaf)).dtype.name not in DTYPES:
+            raise OptionError(
+                f"checkpoint: state{name} cannot be stored: expected an array or a number of at most 64 bits, got {shown(leaf)}. Fix: "
+                "keep it out of the state."
+            )
     return {name: jax.random.key_data(leaf) if _is_key(leaf) else leaf for name, leaf in named.items()}, structure
 
 
