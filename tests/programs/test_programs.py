@@ -3,6 +3,7 @@
 import functools
 import logging
 
+import jax
 import keras
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from tests.laws.compare import assert_close
 from tests.laws.naive import naive_fit
 
 from .every import PROGRAMS
-from .kit import Noise
+from .kit import ROWS, Noise
 from .page import PAGE, text
 
 # By area, and what is each time another kind of thing: an own step, several inputs, masks, a fallback. Those that compile
@@ -127,6 +128,11 @@ def test_a_program_has_the_numbers_of_plain_keras(program, replicas, devices, de
         assert_saved_as_a_whole(model, program, found, tmp_path)
 
 
+# A normalization comes before an activation with a kink at 0. On a replica with one row it is 0 but for a rounding, whose sign the
+# gradient of the activation reads: no replica has one row.
+KINKED = {"movielens_recommendations_transformers", "wide_deep_cross_networks"}
+
+
 def noisy():
     for program in PROGRAMS:
         if program.has_noise:
@@ -137,10 +143,12 @@ def noisy():
 @pytest.mark.parametrize("program", list(noisy()), ids=str)
 def test_with_dropout_and_batch_normalization_it_does_what_the_written_out_loop_does(program):
     noise, data = Noise(0.3, by_batch=True), program.data(np.random.default_rng(8))
+    rows, size = (16, 8) if program.name in KINKED else (ROWS, 7)
+    x, y = jax.tree.map(lambda array: array[:rows], (data["x"], data["y"]))
     expected = model_of(program, noise)
-    naive_fit(expected, data["x"], data["y"], batch_size=7, replicas=3, epochs=2)
+    naive_fit(expected, x, y, batch_size=size, replicas=3, epochs=2)
     model = model_of(program, noise, lockstep.MirroredStrategy(["cpu:0", "cpu:1"], replicas=3))
-    model.fit(data["x"], data["y"], batch_size=7, epochs=2, shuffle=False, verbose=0)
+    model.fit(x, y, batch_size=size, epochs=2, shuffle=False, verbose=0)
     for ours, theirs in zip(model.variables, expected.variables, strict=True):
         value = np.asarray(theirs.value)
         # A bias before a batch normalization has a gradient of nothing but rounding.
