@@ -182,17 +182,17 @@ def _left_before(continuing: Sequence[WorkerStatus], statuses: Sequence[WorkerSt
 
 def _find_ended_fit_early(statuses: Sequence[WorkerStatus], waits: Sequence[Wait]) -> Failure | None:
     """Return the failure of a worker that waits at the end of ``fit`` for one that is in a later step, or waits for its next batch."""
-    for ended in sorted(statuses, key=lambda status: status.step):
-        for other in statuses:
-            waits_for_batch = other.activity == DATA and any(
-                other.peer.index in waiting and ended.peer.index in missing for waiting, missing in waits
-            )
-            is_behind = other.step > ended.step or waits_for_batch
-            seconds = ended.heard - max(ended.since, other.since)
-            if ended.activity == AT_END_OF_FIT and is_behind and not other.left and seconds > QUIET:
-                where = "with its next batch" if other.step == ended.step else f"in step {other.step}"
-                what = f"ended fit after step {ended.step}; worker {other.peer.index} waits for it {where}."
-                return make_failure(FailureKind.LEFT, ended.peer, what)
+    at_end = (status for status in statuses if status.activity == AT_END_OF_FIT)
+    ended = min(at_end, key=lambda status: status.step, default=None)
+    if ended is None:
+        return None
+    wait_for_it = {index for waiting, missing in waits if ended.peer.index in missing for index in waiting}
+    for other in statuses:
+        is_behind = other.step > ended.step or (other.activity == DATA and other.peer.index in wait_for_it)
+        if is_behind and not other.left and ended.heard - max(ended.since, other.since) > QUIET:
+            where = "with its next batch" if other.step == ended.step else f"in step {other.step}"
+            what = f"ended fit after step {ended.step}; worker {other.peer.index} waits for it {where}."
+            return make_failure(FailureKind.LEFT, ended.peer, what)
     return None
 
 
