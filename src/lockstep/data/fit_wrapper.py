@@ -216,6 +216,7 @@ class FitWrapper:
             report,
             on_first_batch,
             self._process_group.make_batch_check(name, lambda: source.num_batches) if source.is_shared else None,
+            argument,
         )
 
     def _pending_of(self, generator: Any) -> Pending:

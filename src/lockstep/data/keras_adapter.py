@@ -42,6 +42,7 @@ class _Settings:
     steps: float  # infinite: all batches
     report: Callable[[str], None]
     make_check: Callable[[], BatchCheck] | None
+    argument: str
 
 
 class _Tracking(enum.Enum):
@@ -71,7 +72,8 @@ class _Resume:
 class KerasInput(trainer.DataAdapter):
     """Data adapter that Keras gets in place of the user's input.
 
-    ``depth`` batches are placed ahead; an epoch has ``steps`` batches, or all of them. ``on_first_batch`` gets the first one on the host.
+    ``depth`` batches are placed ahead; an epoch has ``steps`` batches, or all of them. ``on_first_batch`` gets the first one on the host;
+    messages name the ``argument`` of Keras's method.
 
     Attributes:
         meter: measures the waits for batches.
@@ -88,9 +90,10 @@ class KerasInput(trainer.DataAdapter):
         report: Callable[[str], None],
         on_first_batch: Callable[[Any], None] | None = None,
         make_check: Callable[[], BatchCheck] | None = None,
+        argument: str = "x",
     ) -> None:
         self._source, self._on_first_batch = source, on_first_batch
-        self._settings = _Settings(place, depth, math.inf if steps is None else steps, report, make_check)
+        self._settings = _Settings(place, depth, math.inf if steps is None else steps, report, make_check, argument)
         self._tracking, self._resume = _Tracking.OFF, _Resume()
         self._pass_number = self._taken_before = (
             0  # number of the current pass, from 1; batches that were taken in earlier ones
@@ -151,10 +154,12 @@ class KerasInput(trainer.DataAdapter):
         """
         has_ended = self._pass is not None and self._pass.has_ended  # else Keras has only looked at the first batch
         is_empty = self._taken_at_begin == self.total_taken and not self._resume.steps
-        if has_ended and is_empty and self._source.num_batches is None:
+        # As in Keras, a validation may have no batch at all.
+        may_be_empty = self._settings.argument != "x" and self._source.restarts and not self.total_taken
+        if has_ended and is_empty and not may_be_empty and self._source.num_batches is None:
             raise InputError(
-                f"The {self.name} has no batch, or has been used up: a generator can be gone through once. Fix: make a new one, "
-                "pass steps_per_epoch to share it among epochs, or write a keras.utils.PyDataset."
+                f"{self._settings.argument}: the {self.name} has no batch, or has been used up: a generator can be gone through once. "
+                "Fix: make a new one, pass steps_per_epoch to share it among epochs, or write a keras.utils.PyDataset."
             )
         ran_before = self._ran_before_resume("end")
         self._resume = replace(self._resume, steps=0)

@@ -184,16 +184,16 @@ def _values(owner: Any, name: str, value_of: ValueOf) -> Iterator[tuple[str, Any
     for attribute, value in vars(owner).items():
         arrays: dict[str, np.ndarray] = {}
         if (state_of(type(owner)) or {}).get(attribute) == "lists":  # of the logs, which may hold anything
-            value = {key: items for key, items in value.items() if _has_value(items)}
+            value = {key: items for key, items in value.items() if _has_value(items, value_of)}
         if _is_kept(type(owner), attribute):
             # A value that contains itself is none either.
             with contextlib.suppress(_NoValueError, RecursionError):
                 yield attribute, _packed(value, f"{name}/{attribute}", arrays, value_of), arrays
 
 
-def _has_value(items: list[Any]) -> bool:
+def _has_value(items: list[Any], value_of: ValueOf) -> bool:
     try:
-        _packed(items, "", {}, _own_value)
+        _packed(items, "", {}, value_of)
     except (_NoValueError, RecursionError):
         return False
     return True
