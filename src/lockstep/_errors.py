@@ -177,10 +177,10 @@ def describe_error(error: BaseException) -> str:
         >>> describe_error(OptionError("batch_size: expected 1 or more, got 0.")), describe_error(KeyError("x"))
         ('batch_size: expected 1 or more, got 0.', "KeyError: 'x'")
     """
-    return str(error) if isinstance(error, LockstepError) else f"{type(error).__name__}: {text_of(error)}"
+    return str(error) if isinstance(error, LockstepError) else f"{type(error).__name__}: {error_text(error)}"
 
 
-def text_of(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """Return the text of an exception of any class; a user's class may fail to give one."""
     try:
         return str(error)
@@ -195,7 +195,7 @@ def summary_of(error: BaseException) -> str:
         >>> summary_of(ValueError("no labels"))
         'ValueError: no labels'
     """
-    name, text = type(error).__name__, text_of(error)
+    name, text = type(error).__name__, error_text(error)
     return f"{name}: {text}" if text else name
 
 

@@ -42,14 +42,13 @@ def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, globa
         raise InputError(
             "compute_average_loss: expected a loss for each row, got one number as per_example_loss. Fix: make the loss with reduction=None."
         )
+    losses = as_floating(losses)
     if sample_weight is not None:
-        losses = as_floating(losses)
         losses = losses * _weights_of(losses, _numbers("sample_weight", sample_weight))
     if global_batch_size is not None:
         _check_rows(global_batch_size)
     rows = max(1, losses.shape[0]) * _replicas() if global_batch_size is None else global_batch_size
-    average = losses.sum(dtype=dtype_of_mean(losses.dtype)) / rows
-    return average.astype(as_floating(losses).dtype)
+    return (losses.sum(dtype=dtype_of_mean(losses.dtype)) / rows).astype(losses.dtype)
 
 
 def scale_regularization_loss(regularization_loss: Any) -> jax.Array:

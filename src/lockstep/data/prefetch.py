@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 
-from lockstep._errors import text_of
+from lockstep._errors import error_text
 from lockstep._keras import trainer
 from lockstep._logging import is_cancelled, log_info
 
@@ -217,7 +217,7 @@ class Prefetcher:
         except BaseException as error:
             self._failure = error
             # Such as that of SQLite, whose connections belong to the thread that has made them.
-            if "thread" in text_of(error):
+            if "thread" in error_text(error):
                 note = f"A thread reads the {self._name}; with InputOptions(prefetch=0) the thread of fit does."
                 error.add_note(note)
         try:

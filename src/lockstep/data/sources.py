@@ -346,10 +346,7 @@ class DatasetSource(_UserCodeSource):
                     asked += 1
                 if not waiting:
                     return
-                batch, error = waiting.popleft().get()
-                if error is not None:
-                    raise error
-                yield batch
+                yield _batch_or_raise(*waiting.popleft().get())
         except GeneratorExit:
             closed.set()
             self._wait_for(waiting)
@@ -375,6 +372,12 @@ class DatasetSource(_UserCodeSource):
 
     def end_epoch(self) -> None:
         self._dataset.on_epoch_end()
+
+
+def _batch_or_raise(batch: Any, error: BaseException | None) -> Any:
+    if error is not None:
+        raise error
+    return batch
 
 
 class CallableSource(_UserCodeSource):
