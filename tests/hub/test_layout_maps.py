@@ -56,7 +56,7 @@ def test_a_layout_map_is_taken_as_it_is(name, caplog):
     ]
     assert bool(experts) == ("moe" in name)
     for path in experts:
-        assert f"variable {path!r} (0.016 MiB) is whole on each device: no rule matches it" in caplog.text
+        assert f"variable {path!r} (16.0 KiB) is whole on each device: no rule matches it" in caplog.text
 
 
 # Bytes on each of two devices, as a share of all: of the map, and at most of the automatic layout.

@@ -139,7 +139,7 @@ def test_a_rule_without_a_match_is_silent_in_keras_and_named_here(caplog):
     with caplog.at_level("INFO", "lockstep"), scope_of(OURS, rules):
         fit(network())
     assert "rule 'upp/kernel' matches none of its variables" in caplog.text
-    assert "variable 'up/kernel' (0.062 MiB) is whole on each device: no rule matches it" in caplog.text
+    assert "variable 'up/kernel' (64.0 KiB) is whole on each device: no rule matches it" in caplog.text
 
 
 @pytest.mark.slow

@@ -443,7 +443,7 @@ def test_one_line_names_the_large_variables_that_stay_whole(caplog):
             model.compile("sgd", "mse")
         model.fit(np.ones((8, 3)), np.ones((8, 3)), verbose=0)
     (note,) = [record.message for record in caplog.records if "stay whole" in record.message]
-    size = f"{4 * 2 * 7**5 / 2**20:.3f} MiB"
+    size = f"{4 * 2 * 7**5 / 2**10:.1f} KiB"
     assert f"{size} of large variables stay whole on each device, as each of their axes is shorter than 8: " in note
     assert note.count("/short' (7, 7, 7, 7, 7)") == 2
 
@@ -549,7 +549,7 @@ def test_variables_that_no_recomputed_layer_holds_are_named(caplog):
         train(2, epochs=0, blocks=3, shard="variables", recompute=lambda layer: layer.name == "block_1")
     assert (
         "no recomputed layer holds 'first/kernel' (64, 128), 'block_0/inner/kernel' (128, 128), 'block_0/outer/kernel' (128, 128), "
-        "'block_2/inner/kernel' (128, 128) and 1 more, which strategy.layout(model) lists: 0.281 MiB" in caplog.text
+        "'block_2/inner/kernel' (128, 128) and 1 more, which strategy.layout(model) lists: 288.0 KiB" in caplog.text
     )
 
 

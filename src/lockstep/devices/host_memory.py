@@ -49,6 +49,20 @@ def host_memory(root: Path = Path("/")) -> HostMemory:
     return HostMemory(total, min((limit for limit, _ in groups), default=None), min(known, default=None))
 
 
+def size_text(size: float) -> str:
+    """Format a number of bytes, with its unit.
+
+    Example:
+        >>> from lockstep.devices.host_memory import size_text
+        >>> size_text(5 * 2**29)
+        '2.5 GiB'
+    """
+    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if size >= factor:
+            return f"{size / factor:,.1f} {unit}"
+    return f"{size:.0f} B"
+
+
 def _limits(root: Path) -> Iterator[tuple[int, int]]:
     """Yield limit and use, in bytes, of this process's control group and of its parents."""
     groups = root / "sys/fs/cgroup"

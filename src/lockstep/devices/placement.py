@@ -192,7 +192,7 @@ class Placement:
 
     def layout(self, rows: int) -> BatchLayout:
         """Return the layout of a global batch of ``rows`` rows."""
-        return BatchLayout(rows, self.replicas, self.row_shards)
+        return _layout(rows, self.replicas, self.row_shards)
 
     def place(self, batch: Any) -> Any:
         """Put a batch, as Keras's iterators yield it, on the devices.
@@ -284,7 +284,12 @@ class MeshPlacement(Placement):
 
     def layout(self, rows: int) -> BatchLayout:
         """Return the layout of the rows over the first axis of the mesh, the same as that of as many replicas."""
-        return BatchLayout(rows, self.row_shards, self.row_shards)
+        return _layout(rows, self.row_shards, self.row_shards)
+
+
+_layout = cache(
+    BatchLayout
+)  # Its parts are computed once for a number of rows, and JAX compares one object with itself in each step.
 
 
 def is_large(shape: Sequence[int]) -> bool:

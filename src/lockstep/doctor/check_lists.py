@@ -13,6 +13,7 @@ import keras
 
 from lockstep._errors import ModelError, summary_of
 from lockstep.data.fit_wrapper import FitWrapper
+from lockstep.devices.host_memory import size_text
 from lockstep.doctor.base import Finding, FitCall, Report, RuntimeSettings, calling_location, doctor_enabled
 from lockstep.doctor.data_checks import (
     FitRecord,
@@ -183,7 +184,7 @@ def _describe_checked(call: FitCall, batches: ProbedBatches) -> list[str]:
     rows = "its arrays" if call.rows is not None else f"{len(batches.batches)} batches of {batches.name}"
     return [
         f"model {model.name!r}, its loss and optimizer; {where}",
-        f"{rows}, {bytes_of_data((call.x, call.y)) / 2**20:.1f} MiB in memory",
+        f"{rows}, {size_text(bytes_of_data((call.x, call.y)))} in memory",
         "versions, settings of the process",
     ]
 
@@ -210,4 +211,4 @@ def _check_steps(
         )
     memory = steps.bytes or minimum_bytes(call)
     what = "a step" if steps.bytes else "weights, gradients and optimizer (JAX does not say what a step needs)"
-    return found, [timed, f"memory of {what}: {memory / 2**20:.1f} MiB on each device"], []
+    return found, [timed, f"memory of {what}: {size_text(memory)} on each device"], []

@@ -17,7 +17,7 @@ import numpy as np
 from lockstep._errors import ClusterError, DeviceError, ModelError
 from lockstep._logging import capitalized, counted
 from lockstep.devices.cpu_devices import check_thread_pool, usable_cores
-from lockstep.devices.host_memory import HostMemory, host_memory, returned_memory_reason
+from lockstep.devices.host_memory import HostMemory, host_memory, returned_memory_reason, size_text
 from lockstep.devices.placement import is_large
 from lockstep.distributed.cluster.addresses import host_of, is_loopback, split_address
 from lockstep.distributed.cluster.env_reader import NO_SECRET, NetworkOptions
@@ -25,9 +25,6 @@ from lockstep.distributed.cluster.membership import Membership
 from lockstep.distributed.cluster.secret import SECRET, SECRET_FILE
 from lockstep.distributed.control.handshake import needs_secret, open_listener
 from lockstep.doctor.base import Finding, FitCall, array_in_memory
-
-_GIB = 2**30
-
 
 # Package, the first version that works, the first that no longer does, why, and the source of that.
 VERSIONS: tuple[tuple[str, tuple[int, ...], tuple[int, ...], str, str], ...] = (
@@ -130,10 +127,10 @@ def check_memory(
         yield from _on_a_device(call, own, step + (cached if on_devices else 0), subject)
     free = (host or host_memory()).free
     if free is not None and on_host > free:
-        kept = f", and the cache {cached / _GIB:.1f} GiB" if cached else ""
+        kept = f", and the cache {size_text(cached)}" if cached else ""
         yield Finding(
             "host-memory",
-            f"{subject} {step / _GIB:.1f} GiB on each of {len(own)} devices{kept}; {free / _GIB:.1f} GiB are free",
+            f"{subject} {size_text(step)} on each of {len(own)} devices{kept}; {size_text(free)} are free",
             call.at_fit,
             "the system kills a process that uses more memory than there is, without a Python error",
             _fix_of_memory(cached > step),
@@ -163,8 +160,8 @@ def check_layout(call: FitCall) -> Iterator[Finding]:
     if size > layout.device_bytes / 2:
         yield Finding(
             "variables-whole",
-            f"{len(whole)} large variables are whole on each device, the first is {whole[0].path!r}: {size / _GIB:.2g} of "
-            f"{layout.device_bytes / _GIB:.2g} GiB",
+            f"{len(whole)} large variables are whole on each device, the first is {whole[0].path!r}: {size_text(size)} of "
+            f"{size_text(layout.device_bytes)}",
             call.at_fit,
             "more devices do not make room for them",
             "strategy.layout(model) has the reasons. Take sizes that are divisible by the number of devices, or rules for these variables",
@@ -204,7 +201,7 @@ def _on_a_device(call: FitCall, devices: list[jax.Device], need: int, subject: s
         if limit and need > limit:
             yield Finding(
                 "device-memory",
-                f"{subject} {need / _GIB:.1f} GiB on each device, with what is cached there; {device} has {limit / _GIB:.1f} GiB",
+                f"{subject} {size_text(need)} on each device, with what is cached there; {device} has {size_text(limit)}",
                 call.at_fit,
                 "the first step ends with RESOURCE_EXHAUSTED",
                 _fix_of_memory(call.settings.input_options.cache == "device"),

@@ -10,6 +10,7 @@ import numpy as np
 
 from lockstep._keras.graph import optimizer_variables
 from lockstep._padded_array import padded_shape
+from lockstep.devices.host_memory import size_text
 from lockstep.devices.placement import DEVICE_AXIS, Placement, is_large
 from lockstep.execution.variable_shards import Recompute, Shard, is_sharded, layers_to_recompute
 
@@ -90,17 +91,16 @@ class ModelLayout:
         rows: list[tuple[str, ...]] = [("variable", "shape", "MiB", "MiB a device", "sharded along", "gathered", "why")]
         for one in self.variables:
             along = ", ".join(f"axis {n} by {axis}" for n, axis in enumerate(one.axes) if axis) or "whole"
-            sizes = mebibytes(one.bytes), mebibytes(one.device_bytes)
+            sizes = _mebibytes(one.bytes), _mebibytes(one.device_bytes)
             rows.append((one.path, str(one.shape), *sizes, along, one.gathered, one.reason))
-        total = mebibytes(self.bytes), mebibytes(self.device_bytes)
+        total = _mebibytes(self.bytes), _mebibytes(self.device_bytes)
         rows.append((f"all, {self.devices} devices", "", *total, "", "", ""))
         rows = [row[: 7 if any(row[6] for row in rows[1:]) else 6] for row in rows]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
-def mebibytes(number: int) -> str:
-    """Format a number of bytes, in MiB."""
+def _mebibytes(number: int) -> str:
     return f"{number / 2**20:.3f}"
 
 
@@ -154,7 +154,7 @@ def layout_notes(layout: ModelLayout, optimizer: keras.Optimizer | None) -> list
 
 
 def _size_of(variables: list[VariableLayout]) -> str:
-    return f"{mebibytes(sum(one.bytes for one in variables))} MiB"
+    return size_text(sum(one.bytes for one in variables))
 
 
 def _named(variables: list[VariableLayout]) -> str:

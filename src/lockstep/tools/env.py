@@ -16,7 +16,7 @@ from lockstep._errors import ClusterError
 from lockstep._version import __version__
 from lockstep.cluster_resolver import resolve
 from lockstep.devices.cpu_devices import usable_cores
-from lockstep.devices.host_memory import first_line, host_memory
+from lockstep.devices.host_memory import first_line, host_memory, size_text
 from lockstep.distributed.cluster.env_reader import visible_gpus
 from lockstep.distributed.resolvers import notes_if_alone
 from lockstep.launch.worker_environment import choose_allocator, glibc_version, library_folders
@@ -53,7 +53,6 @@ _RELEVANT = re.compile(
 # The URL of a proxy may contain a password.
 _SECRET = re.compile("SECRET|TOKEN|JWT|AUTH|COOKIE|PASSWORD|PASSWD|KEY|CREDENTIAL|PROXY", re.IGNORECASE)
 _DEVICES = "import jax, json, sys; sys.stdout.write(json.dumps([[str(one), one.device_kind] for one in jax.devices()]))"
-_GIB = 2**30
 
 
 def describe_environment(environment: Mapping[str, str], limit: float = 60.0) -> str:
@@ -114,8 +113,8 @@ def _cores() -> str:
 
 def _memory() -> str:
     memory = host_memory()
-    limited = "" if memory.limit is None else f", cgroup limit {memory.limit / _GIB:.1f} GiB"
-    return f"{memory.total / _GIB:.1f} GiB{limited}"
+    limited = "" if memory.limit is None else f", cgroup limit {size_text(memory.limit)}"
+    return f"{size_text(memory.total)}{limited}"
 
 
 def _devices(environment: Mapping[str, str], limit: float) -> str:

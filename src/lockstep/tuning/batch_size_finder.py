@@ -22,7 +22,7 @@ from lockstep._errors import (
 from lockstep._keras import trainer
 from lockstep.data.process_group import ProcessGroup
 from lockstep.data.sources import InputSource, check_data, make_source
-from lockstep.devices.host_memory import host_memory
+from lockstep.devices.host_memory import host_memory, size_text
 from lockstep.devices.placement import count_rows
 from lockstep.execution.executors import CentralExecutor, SpmdExecutor
 from lockstep.execution.step_measurement import KerasProbes, StepProbe, StrategyProbes
@@ -101,7 +101,7 @@ class BatchSizes:
         room = (
             "the memory of the devices is unknown"
             if self.available_bytes is None
-            else f"{_size(self.available_bytes)} may be used"
+            else f"{size_text(self.available_bytes)} may be used"
         )
         reach = ", all rows of x" if self.is_all else ""
         return [
@@ -114,14 +114,8 @@ class BatchSizes:
 def _line(found: BatchMeasurement) -> str:
     time = f"{1000 * found.seconds:,.2f}" if found.seconds else "-"
     rate = f"{found.rows_per_second:,.0f}" if found.rows_per_second else "-"
-    memory = "-" if found.memory_bytes is None else _size(found.memory_bytes)
+    memory = "-" if found.memory_bytes is None else size_text(found.memory_bytes)
     return f"{found.rows:>9,} {time:>10} {rate:>11} {memory:>10}  {found.note}"
-
-
-def _size(number: float) -> str:
-    units = ("B", "kB", "MB", "GB", "TB")
-    thousands = min(len(units) - 1, (len(f"{float(f'{number:.3g}'):.0f}") - 1) // 3)
-    return f"{number / 1000**thousands:.3g} {units[thousands]}"
 
 
 def powers_of_two(rows: int, least: int) -> list[int]:

@@ -14,6 +14,7 @@ from typing import Any
 
 from jax.extend.core import JaxprEqn
 
+from lockstep.devices.host_memory import size_text
 from lockstep.execution.jaxpr_utils import source_location
 
 AxisKey = tuple[int, int]  # number of an array, and an axis
@@ -62,14 +63,7 @@ class AxisCollective:
 
     def __str__(self) -> str:
         times = f", {self.count} times" if self.count > 1 else ""
-        return f"{self.kind} of {_size(self.bytes)} in {self.place}{times}"
-
-
-def _size(number: int) -> str:
-    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if number >= factor:
-            return f"{number / factor:.1f} {unit}"
-    return f"{number} bytes"
+        return f"{self.kind} of {size_text(self.bytes)} in {self.place}{times}"
 
 
 class _UnionFind:

@@ -29,11 +29,12 @@ from lockstep._keras.graph import (
     training_argument,
 )
 from lockstep._keras.variable_placement import has_layout
+from lockstep.devices.host_memory import size_text
 from lockstep.devices.names import platform_of
 from lockstep.devices.placement import DEVICE_AXIS, MeshPlacement, is_large
 from lockstep.execution.model_parallel.auto_layout import AxisChoice, choose_axes
 from lockstep.execution.model_parallel.traced_inputs import inputs_of_batch, inputs_of_model
-from lockstep.execution.variable_layout import ModelLayout, VariableLayout, mebibytes
+from lockstep.execution.variable_layout import ModelLayout, VariableLayout
 from lockstep.execution.variable_shards import Shard
 
 AUTO = "auto"
@@ -488,10 +489,10 @@ class ModelShardings:
         for variable in self._model.variables:
             if not is_large(variable.shape) or any(self.axes_of(variable)):
                 continue
-            size = mebibytes(math.prod(variable.shape) * np.dtype(variable.dtype).itemsize)
+            size = size_text(math.prod(variable.shape) * np.dtype(variable.dtype).itemsize)
             choice = self._choices.get(id(variable))
             reason = choice.reason if choice else "no rule matches it" if self._options.rules else "it was not traced"
-            self._log(f"variable {variable.path!r} ({size} MiB) is whole on each device: {reason}")
+            self._log(f"variable {variable.path!r} ({size}) is whole on each device: {reason}")
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))

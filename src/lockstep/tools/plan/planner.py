@@ -24,7 +24,7 @@ from lockstep._keras.trainer import DEFAULT_BATCH_SIZE
 from lockstep.cluster_resolver import RESOLVERS
 from lockstep.collectives.cost_model import NetworkLink, link_between
 from lockstep.devices.cpu_devices import usable_cores
-from lockstep.devices.host_memory import host_memory
+from lockstep.devices.host_memory import host_memory, size_text
 from lockstep.tools.plan.compile_process import (
     Check,
     Ratio,
@@ -47,7 +47,7 @@ from lockstep.tools.plan.estimate import (
     survey,
 )
 from lockstep.tools.plan.hardware import Target, known_accelerators, parse_target
-from lockstep.tools.plan.render import checks_text, page_of, size_text, text_of
+from lockstep.tools.plan.render import checks_text, page_of, text_of
 from lockstep.tools.scaling.api import SavedReport
 from lockstep.tools.scaling.workload import Workload, check_data
 from lockstep.tools.script_runner import ChildResult, check_exists, run_child

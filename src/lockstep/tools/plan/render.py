@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from lockstep.devices.host_memory import size_text
 from lockstep.tools.plan.compile_process import Check, TargetResult
 from lockstep.tools.plan.estimate import Estimate, Group
 from lockstep.tools.scaling.html_report import Bar, Figure, bar_chart, bulleted, figure_of, html_page, html_table
@@ -103,9 +104,9 @@ def tables_of(plan: "Plan") -> list[tuple[str, tuple[str, ...], Lines]]:
 def _summary_cells(row: "PlanRow") -> tuple[str, ...]:
     return (
         "?" if row.fits is None else "yes" if row.fits else "no",
-        size_text(row.needed),
+        _size(row.needed),
         row.certainty if row.needed else "–",
-        size_text(row.usable),
+        _size(row.usable),
         _largest(row),
         format_seconds(row.estimate.seconds) if row.estimate else "–",
         f"{row.rows_per_second:,.0f}" if row.rows_per_second else "–",
@@ -131,12 +132,8 @@ def _collective_cells(found: Sequence[tuple[str, int, int, Group]]) -> tuple[str
     return tuple(f"{numbers[name]:,}: {size_text(sizes[name])}" if numbers[name] else "–" for name in _COLLECTIVES)
 
 
-def size_text(size: float | None) -> str:
-    """Format a number of bytes, with its unit."""
-    if size is None:
-        return "–"
-    unit, factor = ("GiB", 1 << 30) if size >= 1 << 30 else ("MiB", 1 << 20) if size >= 1 << 20 else ("KiB", 1 << 10)
-    return f"{size / factor:,.1f} {unit}"
+def _size(size: float | None) -> str:
+    return "–" if size is None else size_text(size)
 
 
 def _largest(row: "PlanRow") -> str:
@@ -173,7 +170,7 @@ def _memory(plan: "Plan") -> Figure | None:
     most = max(sum(kinds.values()) for _, kinds in rows)
     bars = [Bar(_name(row), [(size / most, size_text(size)) for size in kinds.values()]) for row, kinds in rows]
     lines = [
-        (_name(row), *map(size_text, kinds.values()), size_text(sum(kinds.values())), size_text(row.usable))
+        (_name(row), *map(size_text, kinds.values()), size_text(sum(kinds.values())), _size(row.usable))
         for row, kinds in rows
     ]
     text = "Memory of one device in a step with a whole batch, as shares of what the largest setting needs."
