@@ -1,4 +1,4 @@
-"""What the processes of an initialized JAX tell each other before they join; with real processes in ``jobs/test_adopted_jax.py``."""
+"""What the processes of an initialized JAX tell each other before they join; with real processes in ``jobs/test_jax_initialized_before.py``."""
 
 import re
 import socket

@@ -1,4 +1,4 @@
-"""A JAX that the script has initialized itself is adopted: its processes train, with all checks, limits and checkpoints."""
+"""A JAX that the script has initialized itself is used: its processes train, with all checks, limits and checkpoints."""
 
 import json
 import signal
@@ -20,7 +20,7 @@ SOON = 20  # What a busy machine may need for what is noticed at once.
 NO_TF_CONFIG = {"TF_CONFIG": ""}
 
 
-def adopted(**config):
+def initialized(**config):
     """Arguments of ``start_all`` for a job whose processes initialize JAX at an address of their own."""
     return {"jax": f"{own_host()}:8476", "timeout": LONG, "environ": NO_TF_CONFIG, **config}
 
@@ -36,7 +36,7 @@ def trained(forks, tmp_path_factory):
     """What two processes leave of a net, with determinism and without."""
     made = Job(forks, tmp_path_factory.mktemp("trained"), 2, environ=AS_FOR_USERS)
     try:
-        return train(made, [["mlp", True], ["mlp", False]], 1, **adopted())
+        return train(made, [["mlp", True], ["mlp", False]], 1, **initialized())
     finally:
         made.clean()
 
@@ -58,7 +58,7 @@ def test_bits_of_a_deterministic_run_are_those_of_one_process(trained, alone):
 @pytest.mark.parametrize("has_started", [True, pytest.param(False, marks=pytest.mark.nightly)])
 def test_a_script_that_initializes_jax_trains_on_all_processes(job, has_started):
     run = job(2, environ={"PJRT_NPROC": "8"})
-    told = run.run("starts", jax_first=has_started, **adopted())
+    told = run.run("starts", jax_first=has_started, **initialized())
     assert told == [{"trained": 2}] * 2
     chief, other = (process.said for process in run.processes.values())
     assert "worker 0 of 2 (jax.distributed)." in chief
@@ -66,12 +66,12 @@ def test_a_script_that_initializes_jax_trains_on_all_processes(job, has_started)
 
 
 def test_processes_may_have_different_numbers_of_devices(job):
-    told = job(2).run("starts", each=lambda _, index: {"devices": 2 - index}, **adopted())
+    told = job(2).run("starts", each=lambda _, index: {"devices": 2 - index}, **initialized())
     assert told == [{"trained": 3}] * 2
 
 
 def test_two_strategies_of_one_process_and_its_files(job, tmp_path):
-    chief, other = job(2).run("chief", folder=str(tmp_path), **adopted())
+    chief, other = job(2).run("chief", folder=str(tmp_path), **initialized())
     assert (chief.pop("chief"), other.pop("chief")) == (True, False)
     assert chief == other
     assert chief["replicas"] == [2, 4]
@@ -80,7 +80,7 @@ def test_two_strategies_of_one_process_and_its_files(job, tmp_path):
 @pytest.mark.parametrize("lost", [0, pytest.param(1, marks=pytest.mark.nightly)])
 def test_a_killed_worker_is_named_within_its_limit(job, lost):
     run = job(2)
-    processes = run.start_all("faults", **adopted())
+    processes = run.start_all("faults", **initialized())
     for process in processes:
         process.until("training")
     began = time.monotonic()
@@ -93,7 +93,7 @@ def test_a_killed_worker_is_named_within_its_limit(job, lost):
 
 def test_a_suspended_worker_is_named_within_its_limit(job):
     run = job(2)
-    processes = run.start_all("faults", **adopted(timeout=SHORT))
+    processes = run.start_all("faults", **initialized(timeout=SHORT))
     for process in processes:
         process.until("training")
     began = time.monotonic()
@@ -104,14 +104,14 @@ def test_a_suspended_worker_is_named_within_its_limit(job):
 
 
 def test_an_exception_is_told_to_the_other_processes(job):
-    processes = job(2).start_all("faults", faulty=1, does="raise in a callback", **adopted())
+    processes = job(2).start_all("faults", faulty=1, does="raise in a callback", **initialized())
     codes, said = ends(processes)
     assert codes == [13, 13]
     assert "failed: ValueError: the labels of batch 5 are missing" in said[0]
 
 
 def test_a_disagreement_is_named(job):
-    processes = job(2).start_all("starts", each=lambda _, index: {"strategy": {"replicas": 2 + 2 * index}}, **adopted())
+    processes = job(2).start_all("starts", each=lambda _, index: {"strategy": {"replicas": 2 + 2 * index}}, **initialized())
     codes, said = ends(processes)
     assert codes == [13, 13]
     for each in said:
@@ -121,7 +121,7 @@ def test_a_disagreement_is_named(job):
 
 def test_a_process_of_jax_that_makes_no_strategy_is_waited_for_within_the_limit(job):
     run = job(2)
-    config = adopted(timeout=SHORT)
+    config = initialized(timeout=SHORT)
     waiting = run.start("worker", 0, "starts", **config)
     run.start("worker", 1, "initializes", **config)
     assert waiting.end() == 75
@@ -136,7 +136,7 @@ def tf_config(workers, index):
 @pytest.mark.parametrize("workers", [1, pytest.param(3, marks=pytest.mark.nightly)])
 def test_a_tf_config_with_another_number_of_workers_is_an_error_on_all_processes(job, workers):
     own = [NO_TF_CONFIG, tf_config(workers, 0)]
-    config = adopted()
+    config = initialized()
     del config["environ"]
     processes = job(2).start_all("starts", each=lambda _, index: {"environ": own[index]}, **config)
     codes, said = ends(processes)
@@ -149,7 +149,7 @@ def test_a_tf_config_with_another_number_of_workers_is_an_error_on_all_processes
 
 
 def test_one_process_of_jax_and_several_of_tf_config_are_an_error(job):
-    config = adopted(jax_processes=1, environ=tf_config(2, 0))
+    config = initialized(jax_processes=1, environ=tf_config(2, 0))
     process = job(1).start("worker", 0, "starts", **config)
     assert process.end() == 13
     assert (
@@ -163,7 +163,7 @@ def test_variables_of_a_scheduler_that_are_incomplete_or_of_one_process_do_not_m
     told = run.run(
         "starts",
         each=lambda _, index: {"environ": NO_TF_CONFIG | [allocation, {"LWS_GROUP_SIZE": "4"}][index]},
-        **{name: value for name, value in adopted().items() if name != "environ"},
+        **{name: value for name, value in initialized().items() if name != "environ"},
     )
     assert told == [{"trained": 2}] * 2
     chief = run.processes["worker0"].said
@@ -176,7 +176,7 @@ SECRET = {"LOCKSTEP_SECRET": "s" * 32}
 
 def test_a_secret_that_only_some_processes_have_is_named(job):
     own = [NO_TF_CONFIG | SECRET, NO_TF_CONFIG]
-    config = adopted()
+    config = initialized()
     del config["environ"]
     codes, said = ends(job(2).start_all("starts", each=lambda _, index: {"environ": own[index]}, **config))
     assert codes == [13, 13]
@@ -187,7 +187,7 @@ def test_a_secret_that_only_some_processes_have_is_named(job):
 def test_a_secret_and_an_address_of_the_environment_are_used(job):
     run = job(2)
     address = f"{own_host()}:12421"
-    told = run.run("starts", **adopted(environ=NO_TF_CONFIG | SECRET | {"LOCKSTEP_COORDINATOR": address}))
+    told = run.run("starts", **initialized(environ=NO_TF_CONFIG | SECRET | {"LOCKSTEP_COORDINATOR": address}))
     assert told == [{"trained": 2}] * 2
 
 
@@ -199,17 +199,17 @@ def test_a_stopped_job_is_resumed_by_processes_of_jax_with_the_same_bits(forks, 
     finally:
         whole.clean()
     told = {"worker": 1, "method": "on_train_batch_end", "number": 3, "signal": "SIGTERM"}
-    codes, said = ends(job(2).start_all("preempted", folder=folder, **told, **adopted()))
+    codes, said = ends(job(2).start_all("preempted", folder=folder, **told, **initialized()))
     assert codes == [75, 75]
     assert "worker 1 of 2: SIGTERM: stopped after step " in said[0]
-    assert job(2).run("preempted", folder=folder, **adopted())[0]["digest"] == uninterrupted
+    assert job(2).run("preempted", folder=folder, **initialized())[0]["digest"] == uninterrupted
 
 
 @pytest.mark.parametrize("early", [1, pytest.param(0, marks=pytest.mark.nightly)])
 def test_a_worker_that_finishes_early_is_named_and_ends_with_the_others(job, early):
     """JAX's own shutdown would wait for a lost process for minutes and abort."""
     processes = job(2).start_all(
-        "faults", steps=8, faulty=early, does="come to the end early", evaluates=True, **adopted()
+        "faults", steps=8, faulty=early, does="come to the end early", evaluates=True, **initialized()
     )
     codes, said = ends(processes)
     assert codes == [13, 13]
@@ -221,7 +221,7 @@ def test_a_worker_that_finishes_early_is_named_and_ends_with_the_others(job, ear
 
 @pytest.mark.parametrize("late", [0, pytest.param(1, marks=pytest.mark.nightly)])
 def test_a_worker_may_come_to_its_end_later_than_the_others(job, late):
-    processes = job(2).start_all("faults", steps=8, faulty=late, does="come to the end late", **adopted(timeout=SHORT))
+    processes = job(2).start_all("faults", steps=8, faulty=late, does="come to the end late", **initialized(timeout=SHORT))
     codes, said = ends(processes)
     assert codes == [0, 0]
     assert "died" not in said[1 - late]
@@ -229,7 +229,7 @@ def test_a_worker_may_come_to_its_end_later_than_the_others(job, late):
 
 @pytest.mark.parametrize("lost", [1, pytest.param(0, marks=pytest.mark.nightly)])
 def test_a_worker_that_is_killed_while_the_others_are_at_their_end_is_named(job, lost):
-    config = adopted(steps=8, faulty=lost, does="come to the end late")
+    config = initialized(steps=8, faulty=lost, does="come to the end late")
     processes = job(2).start_all("faults", **config)
     processes[1 - lost].until("done")
     processes[lost].send(signal.SIGKILL)
@@ -238,5 +238,5 @@ def test_a_worker_that_is_killed_while_the_others_are_at_their_end_is_named(job,
 
 
 def test_the_script_shuts_down_its_jax_itself(job):
-    told = job(2).run("initializes", trains=True, **adopted())
+    told = job(2).run("initializes", trains=True, **initialized())
     assert told == [{"is_initialized": True, "own": 3.0, "shut_down": True}] * 2
