@@ -16,7 +16,7 @@ from lockstep.data.random_state import capture_random_state
 from lockstep.devices.host_memory import HostMemory
 from lockstep.doctor import environment_checks
 from lockstep.doctor.base import FitCall, RuntimeSettings
-from lockstep.doctor.data_checks import ProbedBatches, StepTimings, check_input_speed, check_tf_data_order
+from lockstep.doctor.data_checks import MeasuredSteps, ProbedBatches, check_input_speed, check_tf_data_order
 from lockstep.doctor.environment_checks import (
     check_allocator,
     check_cores,
@@ -152,9 +152,20 @@ def test_doctor_reports_an_input_slower_than_the_steps():
     [(0.1, 0.01, True, "90 %"), (0.01, 0.1, True, None), (0.1, 0.01, False, None), (0.0011, 0.0001, True, None)],
 )
 def test_check_input_speed_compares_the_input_with_the_step(reads, runs, is_prefetched, told):
-    found = check_input_speed(ProbedBatches([], reads, is_prefetched, "input", None), StepTimings(runs, None), "fit")
+    found = check_input_speed(
+        ProbedBatches([], reads, is_prefetched, "input", None), MeasuredSteps(runs, {}, None), "fit"
+    )
     assert names_of(found) == ["input-bound"] * bool(told)
     assert not told or found[0].what == f"{told} of the time is spent waiting for data"
+
+
+def test_doctor_reports_a_loss_that_is_not_finite():
+    strategy = strategy_of()
+    with strategy.scope():
+        model = net(layers.Dense(1), loss="mse", optimizer=keras.optimizers.SGD(1e20))
+    report = strategy.doctor(model, X, Y)
+    assert names_of(report.findings) == ["loss-not-finite"]
+    assert report.findings[0].what.startswith(("the loss is nan after", "the loss is inf after"))
 
 
 def test_report_without_findings_lists_what_was_checked():
@@ -163,7 +174,7 @@ def test_report_without_findings_lists_what_was_checked():
         model = net(dense(), loss=FROM_LOGITS)
     report = strategy.doctor(model, X, Y)
     assert str(report).startswith("no findings\nchecked:\n")
-    assert "MiB on each device" in str(report)
+    assert "KiB on each device" in str(report)
     assert report.as_dict()["findings"] == []
 
 
@@ -270,8 +281,9 @@ def test_measure_steps_returns_the_memory_that_jax_reports():
     with strategy.scope():
         small, large = (net(dense(units=n), dense(), loss=FROM_LOGITS) for n in (4, 100_000))
     sizes = [str(strategy.doctor(model, X, Y)).partition("memory of a step: ")[2] for model in (small, large)]
-    assert float(sizes[0].split()[0]) < 1
-    assert float(sizes[1].split()[0]) > 32 * 100_000 * 4 / 2**20  # The activations alone are so large.
+    (_, small_unit), (large, large_unit) = (size.split()[:2] for size in sizes)
+    assert (small_unit, large_unit) == ("KiB", "MiB")
+    assert float(large) > 32 * 100_000 * 4 / 2**20  # The activations alone are so large.
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise
 from typing import Any
@@ -23,7 +23,7 @@ from lockstep.devices.batch_layout import rows_of_replicas
 from lockstep.doctor.base import Finding, FitCall, array_in_memory, sample_rows
 from lockstep.execution.executors import SpmdExecutor
 from lockstep.execution.step_functions import StepFunctions
-from lockstep.execution.step_measurement import StrategyProbes, copies, median_step_seconds
+from lockstep.execution.step_measurement import StrategyProbes, copies, run_steps
 
 FEW = 8  # rows; below, the error of ResNet-50 on ImageNet rises: figure 1 of Wu & He, "Group Normalization" (2018)
 _FACTOR = 2  # between the batch sizes; a smaller change is not worth a finding
@@ -253,15 +253,17 @@ class ProbedBatches:
 
 
 @dataclass(frozen=True)
-class StepTimings:
-    """Time and memory of training steps.
+class MeasuredSteps:
+    """Time, memory and logs of training steps.
 
     Args:
         seconds: median time of a step.
+        logs: logs of the last one.
         bytes: memory that the program needs on a device; None if the step is several programs.
     """
 
     seconds: float
+    logs: Any
     bytes: int | None
 
 
@@ -286,32 +288,46 @@ def read_batches(made: KerasInput) -> ProbedBatches:
     return ProbedBatches(batches, usual, made.depth > 0, made.name, made.num_batches)
 
 
-def measure_steps(functions: StepFunctions, probed: ProbedBatches) -> StepTimings:
+def measure_steps(functions: StepFunctions, probed: ProbedBatches) -> MeasuredSteps:
     """Measure training steps on the first batch, with copies of all variables."""
     random, steps = capture_random_state(), max(1, len(probed.batches) - 1)
     try:
         if isinstance(functions.executor, SpmdExecutor) and trainer.is_compiled(functions.model):
             probes = StrategyProbes(functions.model, functions.placement, functions.executor, functions.executor)
             probe = probes.compile(probed.batches[0])
-            return StepTimings(probe.seconds(steps), probe.memory)
+            return MeasuredSteps(*probe.run(steps), probe.memory)
         train, state = functions.make("train"), copies(trainer.training_state(functions.model, probed.batches[0]))
 
         def step(state: Any, batch: Any) -> Any:
             return train(state, iter([batch]))
 
-        return StepTimings(median_step_seconds(step, state, probed.batches[0], steps), None)
+        return MeasuredSteps(*run_steps(step, state, probed.batches[0], steps), None)
     finally:
         restore_random_state(random)
 
 
-def waiting_share(probed: ProbedBatches, steps: StepTimings) -> float:
+def check_loss_is_finite(steps: MeasuredSteps, where: str) -> Iterator[Finding]:
+    """Find a loss that is NaN or Inf after the steps."""
+    loss = steps.logs.get("loss") if isinstance(steps.logs, Mapping) else None
+    if loss is not None and not np.all(np.isfinite(loss)):
+        yield Finding(
+            "loss-not-finite",
+            f"the loss is {float(np.mean(loss))} after some steps on the first batch",
+            where,
+            "such a loss makes all weights NaN",
+            "Take a lower learning rate, bring the inputs to a range such as 0 … 1, or clip gradients. lockstep.callbacks.NanGuard names the "
+            "first step, row and layer",
+        )
+
+
+def waiting_share(probed: ProbedBatches, steps: MeasuredSteps) -> float:
     """Return the share of the time in which the step waits for its batch."""
     if probed.seconds is None or not probed.is_prefetched:
         return 0.0
     return max(0.0, 1 - steps.seconds / probed.seconds)
 
 
-def check_input_speed(probed: ProbedBatches, steps: StepTimings, where: str) -> list[Finding]:
+def check_input_speed(probed: ProbedBatches, steps: MeasuredSteps, where: str) -> list[Finding]:
     """Find an input that is slower than the step."""
     share = waiting_share(probed, steps)
     if share < BOUND or (probed.seconds or 0) - steps.seconds < _MIN_WAIT_SECONDS:

@@ -39,9 +39,9 @@ class StepProbe:
             + analysis.temp_size_in_bytes
         )
 
-    def seconds(self, steps: int) -> float:
-        """Return the median time of this many steps in a row, after one that does not count."""
-        return median_step_seconds(self._step, self._state(), self._batch(), steps)
+    def run(self, steps: int) -> tuple[float, Any]:
+        """Run steps as :func:`run_steps`."""
+        return run_steps(self._step, self._state(), self._batch(), steps)
 
 
 class StrategyProbes:
@@ -96,8 +96,11 @@ class KerasProbes:
         return StepProbe(program, lambda: copies(state), lambda: jax.device_put(batch), program)
 
 
-def median_step_seconds(step: Step, state: Any, batch: Any, steps: int) -> float:
-    """Return the median time of this many steps in a row on one batch, after one that does not count; the state may be donated."""
+def run_steps(step: Step, state: Any, batch: Any, steps: int) -> tuple[float, Any]:
+    """Return the median time of this many steps in a row on one batch, after one that does not count, and the last logs.
+
+    The state may be donated.
+    """
     times = []
     for _ in range(steps + 1):
         start = time.perf_counter()
@@ -105,7 +108,7 @@ def median_step_seconds(step: Step, state: Any, batch: Any, steps: int) -> float
             logs, state = step(state, batch)
         jax.block_until_ready((logs, state))
         times.append(time.perf_counter() - start)
-    return statistics.median(times[1:])
+    return statistics.median(times[1:]), logs
 
 
 def copies(state: Any) -> Any:

@@ -298,7 +298,7 @@ class _Search:
     def _time(self, probe: StepProbe, rows: int) -> tuple[float | None, str]:
         """Return the seconds of a step on the slowest process, or why there are none."""
         try:
-            own: tuple[float | None, str] = probe.seconds(self._steps), ""
+            own: tuple[float | None, str] = probe.run(self._steps)[0], ""
         except jax.errors.JaxRuntimeError as error:
             own = None, _reason(error)
         found, reasons = zip(*self._all_gather(f"seconds of {rows} rows", list(own)), strict=True)

@@ -357,7 +357,7 @@ def _measure(
     executor = planned_executor(call, devices, strategy, lambda _: None)
     try:
         probe = StrategyProbes(call.model, executor.placement, executor, executor).compile(repeat_row(call.row, batch))
-        seconds = probe.seconds(_STEPS)
+        seconds, _ = probe.run(_STEPS)
     except _FAILURES as error:
         return describe_failure(error)
     peak = _peak(devices[0])
