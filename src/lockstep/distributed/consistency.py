@@ -32,7 +32,8 @@ from lockstep.execution.spmd import PerDeviceProgram, to_per_device
 _FIRST, _EVERY = 3, 100  # Which batches are compared: the first three, then one in a hundred.
 _FIX = (
     "Every worker must read the same data in the same order and takes its own rows of them. Fix: give shuffling a seed "
-    "(torch.manual_seed for a DataLoader; PYTHONHASHSEED for the order of a set), or let each worker bring its own data with distribute_datasets_from_function."
+    "(numpy.random.default_rng(seed) for a generator of the program; torch.manual_seed for a DataLoader; PYTHONHASHSEED for the order of a set), "
+    "or let each worker bring its own data with distribute_datasets_from_function."
 )
 _SEEDED: dict[str, Callable[[int], None]] = {
     "random": random.seed,

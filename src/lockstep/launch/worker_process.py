@@ -27,7 +27,7 @@ _MEANINGS = {
     1: "the code of sys.exit('a message')",
     USAGE: "wrong usage",
     USER_ERROR: "an error in the program",
-    PEER_LOST: "another worker was lost: try again",
+    PEER_LOST: "another worker was lost, or the job was preempted: try again",
     NO_PROGRESS: "no progress",
     INTERRUPTED: "interrupted",
 }

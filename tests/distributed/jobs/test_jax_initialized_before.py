@@ -111,7 +111,9 @@ def test_an_exception_is_told_to_the_other_processes(job):
 
 
 def test_a_disagreement_is_named(job):
-    processes = job(2).start_all("starts", each=lambda _, index: {"strategy": {"replicas": 2 + 2 * index}}, **initialized())
+    processes = job(2).start_all(
+        "starts", each=lambda _, index: {"strategy": {"replicas": 2 + 2 * index}}, **initialized()
+    )
     codes, said = ends(processes)
     assert codes == [13, 13]
     for each in said:
@@ -221,7 +223,9 @@ def test_a_worker_that_finishes_early_is_named_and_ends_with_the_others(job, ear
 
 @pytest.mark.parametrize("late", [0, pytest.param(1, marks=pytest.mark.nightly)])
 def test_a_worker_may_come_to_its_end_later_than_the_others(job, late):
-    processes = job(2).start_all("faults", steps=8, faulty=late, does="come to the end late", **initialized(timeout=SHORT))
+    processes = job(2).start_all(
+        "faults", steps=8, faulty=late, does="come to the end late", **initialized(timeout=SHORT)
+    )
     codes, said = ends(processes)
     assert codes == [0, 0]
     assert "died" not in said[1 - late]
