@@ -115,6 +115,13 @@ def test_memory_is_divided_into_kinds_that_add_up():
     assert min(row.kinds.values()) >= 0
 
 
+def test_activations_of_a_step_without_another_one_are_unknown():
+    (row,) = planned(["h100:1"], {("h100:1", "replicated"): {64: 30}}).rows
+    assert row.kinds["activations"] is None
+    assert sum(size or 0 for size in row.kinds.values()) == 30 * GIB
+    assert row.kinds["gradients"] == GIB
+
+
 def test_recommendation_names_the_cheapest_the_fastest_and_what_fits_only_sharded():
     found = {
         ("h100:1", "replicated"): {64: 90, 40: 90},

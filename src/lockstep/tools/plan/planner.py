@@ -207,20 +207,20 @@ class PlanRow:
         return max((one.needed for one in (self.step, self.last) if one and one.needed), default=None)
 
     @property
-    def kinds(self) -> dict[str, int] | None:
-        """Bytes of a device in a step with a whole batch, by kind; None if there is no such step."""
+    def kinds(self) -> dict[str, int | None] | None:
+        """Bytes of a device in a step with a whole batch, by kind; None if there is no such step. Activations of None are in the workspace."""
         memory = self.step.memory if self.step else None
         if memory is None:
             return None
-        activations = min(self.activations or 0, memory.temporaries)
-        gradients = min(memory.gradients, memory.temporaries - activations)
+        activations = None if self.activations is None else min(self.activations, memory.temporaries)
+        gradients = min(memory.gradients, memory.temporaries - (activations or 0))
         known = {
             "weights": memory.weights,
             "optimizer": memory.optimizer,
             "gradients": gradients,
             "activations": activations,
         }
-        return known | {"workspace": memory.total - sum(known.values())}
+        return known | {"workspace": memory.total - sum(size or 0 for size in known.values())}
 
 
 @dataclass(frozen=True)
@@ -534,13 +534,15 @@ def _told(accelerator: str, ratio: Ratio) -> str:
 
 
 def _activations(step: CompiledStep | None, steps: Sequence[CompiledStep], devices: int) -> int | None:
-    """Return the part of the temporaries of a step that grows with the rows: by the line through it and the smallest even batch."""
+    """Return the part of the temporaries of a step that grows with the rows: by the line through it and the smallest even batch; None if there is
+    none.
+    """
     if step is None or step.memory is None:
         return None
     others = [(one.rows, one.memory.temporaries) for one in steps if one.memory and one.rows % devices == 0]
     rows, temporaries = min(others, default=(step.rows, 0))
     if rows >= step.rows:
-        return max(0, step.memory.temporaries - step.memory.gradients)
+        return None
     return max(0, int((step.memory.temporaries - temporaries) / (step.rows - rows) * step.rows))
 
 

@@ -31,8 +31,8 @@ _TIMES = ("TFLOP a device", "arithmetic", "memory", "collectives", "a step", "ef
 _COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "others")
 _METHOD = (
     "Each step was compiled for its target and not run. A fitting step fits with the last, uneven batch of an epoch, too.",
-    "Gradients are counted as if the program held them at once; activations are the part of the temporaries that grows with the rows, as "
-    "far as two batches were compiled. Workspace: the input, results, code, and what remains of the temporaries.",
+    "Gradients are counted as if the program held them at once; activations are the part of the temporaries that grows with the rows, known "
+    "if two batches were compiled. Workspace: the input, results, code, and what remains of the temporaries.",
     "Time is the roofline: the longer of arithmetic at the peak of the data sheet and memory traffic at its bandwidth, and then all "
     "collectives as rings, which overlap with nothing. A real step takes longer than its arithmetic and may hide collectives.",
     "A GPU has the share of its memory that JAX takes, which XLA_PYTHON_CLIENT_MEM_FRACTION sets (0.75 by default).",
@@ -81,7 +81,7 @@ def tables_of(plan: "Plan") -> list[tuple[str, tuple[str, ...], Lines]]:
         (
             "Memory of a device in a step with a whole batch",
             (*first, *_KINDS),
-            [(*name, *(size_text(row.kinds[kind]) for kind in _KINDS)) for row, name in named if row.kinds],
+            [(*name, *(_size(row.kinds[kind]) for kind in _KINDS)) for row, name in named if row.kinds],
         ),
         (
             "Time of a step, estimated",
@@ -167,11 +167,11 @@ def _memory(plan: "Plan") -> Figure | None:
     rows = [(row, row.kinds) for row in plan.rows if row.kinds][:_MAX_BARS]
     if not rows:
         return None
-    most = max(sum(kinds.values()) for _, kinds in rows)
-    bars = [Bar(_name(row), [(size / most, size_text(size)) for size in kinds.values()]) for row, kinds in rows]
+    sums = [sum(size or 0 for size in kinds.values()) for _, kinds in rows]
+    bars = [Bar(_name(row), [((size or 0) / max(sums), _size(size)) for size in kinds.values()]) for row, kinds in rows]
     lines = [
-        (_name(row), *map(size_text, kinds.values()), size_text(sum(kinds.values())), _size(row.usable))
-        for row, kinds in rows
+        (_name(row), *map(_size, kinds.values()), size_text(total), _size(row.usable))
+        for (row, kinds), total in zip(rows, sums, strict=True)
     ]
     text = "Memory of one device in a step with a whole batch, as shares of what the largest setting needs."
     return Figure(bar_chart("Memory", _KINDS, bars), text, ("setting", *_KINDS, "all", "of"), tuple(lines))
