@@ -13,7 +13,7 @@ LockstepError
 ├── OptionError       an argument is out of its range                                         (ValueError)
 └── ScopeError        strategies are mixed, or a scope is used in a place that does not allow it (RuntimeError)
 
-Each message names the component, what failed, what was expected and found, and a fix.
+Each message names the component, what failed, what was expected and found, and ends with "Fix: …".
 """
 
 import contextlib
@@ -133,9 +133,9 @@ class ScopeError(LockstepError, RuntimeError):
 def outside_of_strategy(callback: object) -> ScopeError:
     """Return the error of a callback whose model belongs to no strategy."""
     return ScopeError(
-        f"lockstep.callbacks.{type(callback).__name__} works for models of a strategy: build, load or compile the model in "
-        "lockstep.MirroredStrategy().scope(); a fit of its own class must call super().fit; and callbacks=[…] must be a list or one "
-        "callback, not a keras.callbacks.CallbackList."
+        f"lockstep.callbacks.{type(callback).__name__} works for models of a strategy. Fix: build, load or compile the model in "
+        "lockstep.MirroredStrategy().scope(), call super().fit in a fit of its own class, and pass callbacks=[…] as a list or one "
+        "callback, not as a keras.callbacks.CallbackList."
     )
 
 
@@ -155,6 +155,10 @@ def shown(value: object) -> str:
 def shortened(text: str) -> str:
     """Return a text for a message, cut if it is long."""
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}…"
+
+
+def _instead(what: str, value: object) -> str:
+    return f"Fix: pass {what} instead of this {type(value).__name__}."
 
 
 def signal_name(number: int) -> str:
@@ -178,6 +182,16 @@ def describe_error(error: BaseException) -> str:
         ('batch_size: expected 1 or more, got 0.', "KeyError: 'x'")
     """
     return str(error) if isinstance(error, LockstepError) else f"{type(error).__name__}: {error_text(error)}"
+
+
+def without_fix(error: BaseException) -> str:
+    """Return the text of an error without its "Fix: …" and last full stop, for a message that has its own.
+
+    Example:
+        >>> without_fix(OptionError("step: expected 1 or more, got 0. Fix: pass 1 or more."))
+        'step: expected 1 or more, got 0'
+    """
+    return error_text(error).partition(" Fix: ")[0].removesuffix(".")
 
 
 def error_text(error: BaseException) -> str:
@@ -231,7 +245,10 @@ def whole_number(name: str, value: object, minimum: int | None = 1, maximum: int
     if number is None or (minimum is not None and number < minimum) or (maximum is not None and number > maximum):
         is_large = number is not None and maximum is not None and number > maximum
         allowed = f" of at most {maximum:,}" if is_large else "" if minimum is None else f" of at least {minimum}"
-        raise OptionError(f"{name}: expected a whole number{allowed}, got {shown(value)}.")
+        fix = f"Fix: pass {maximum:,} or less." if is_large else f"Fix: pass {minimum} or more."
+        if number is None:
+            fix = _instead("an int", value)
+        raise OptionError(f"{name}: expected a whole number{allowed}, got {shown(value)}. {fix}")
     return number
 
 
@@ -246,9 +263,8 @@ def real_number(name: str, value: object, *, above: float | None = None, what: s
         with contextlib.suppress(TypeError, ValueError, OverflowError):
             number = float(value)  # type: ignore[arg-type]  # float raises TypeError for other types
     if not (0 <= number < math.inf if above is None else above < number < math.inf):
-        raise OptionError(
-            f"{name}: expected {what}, {'0 or more' if above is None else f'more than {above:g}'}, got {shown(value)}."
-        )
+        bound = "0 or more" if above is None else f"more than {above:g}"
+        raise OptionError(f"{name}: expected {what}, {bound}, got {shown(value)}. Fix: pass a finite number, {bound}.")
     return number
 
 
@@ -260,7 +276,9 @@ def seconds(name: str, value: object, *, above: float | None = 0) -> float:
     """
     number = real_number(name, value, above=above, what="a number of seconds")
     if number > MAX_SECONDS:
-        raise OptionError(f"{name}: expected at most {MAX_SECONDS:,.0f} seconds, got {shown(value)}.")
+        raise OptionError(
+            f"{name}: expected at most {MAX_SECONDS:,.0f} seconds, got {shown(value)}. Fix: pass a smaller number."
+        )
     return number
 
 
@@ -271,7 +289,7 @@ def flag(name: str, value: object) -> bool:
         OptionError: it is something else, such as a text, which would count as True.
     """
     if not _is_bool(value):
-        raise OptionError(f"{name}: expected True or False, got {shown(value)}.")
+        raise OptionError(f"{name}: expected True or False, got {shown(value)}. {_instead('a bool', value)}")
     return bool(value)
 
 
@@ -283,7 +301,9 @@ def named_arguments(name: str, value: object) -> dict[str, Any]:
     """
     given: Any = {} if value is None else value
     if not isinstance(given, Mapping) or not all(isinstance(key, str) for key in given):
-        raise OptionError(f"{name}: expected a dict from names to values, got {shown(value)}.")
+        raise OptionError(
+            f"{name}: expected a dict from names to values, got {shown(value)}. Fix: pass a dict whose keys are str."
+        )
     return dict(given)
 
 
@@ -299,7 +319,9 @@ def check_depth(name: str, value: object) -> None:
         level = [leaf for leaf in inner if isinstance(leaf, (list, tuple, dict))]
         if not level:
             return
-    raise InputError(f"{name}: lists and dicts are nested more than {_MAX_DEPTH} levels deep.")
+    raise InputError(
+        f"{name}: expected at most {_MAX_DEPTH} levels of lists and dicts, got more. Fix: flatten lists, tuples and dicts in it."
+    )
 
 
 def file_path(name: str, value: object, what: str = "a path") -> Path:
@@ -310,7 +332,9 @@ def file_path(name: str, value: object, what: str = "a path") -> Path:
     """
     text = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
     if not isinstance(text, str) or not text or "\0" in text:
-        raise OptionError(f"{name}: expected {what}, got {shown(value)}.")
+        raise OptionError(
+            f"{name}: expected {what}, got {shown(value)}. Fix: pass a path that is not empty, as a str or Path."
+        )
     return Path(text)
 
 
@@ -323,7 +347,7 @@ def truth(name: str, value: object) -> bool:
     try:
         return bool(value)
     except Exception:
-        raise OptionError(f"{name}: expected True or False, got {shown(value)}.") from None
+        raise OptionError(f"{name}: expected True or False, got {shown(value)}. {_instead('a bool', value)}") from None
 
 
 def function(name: str, value: Function, what: str = "a function") -> Function:
@@ -333,7 +357,7 @@ def function(name: str, value: Function, what: str = "a function") -> Function:
         OptionError: it cannot.
     """
     if not callable(value):
-        raise OptionError(f"{name}: expected {what}, got {shown(value)}.")
+        raise OptionError(f"{name}: expected {what}, got {shown(value)}. {_instead('a callable', value)}")
     return value
 
 
@@ -344,7 +368,8 @@ def instance_of(kind: type[Kind] | tuple[type[Kind], ...], name: str, value: obj
         OptionError: it is not; the message says ``what`` was expected.
     """
     if not isinstance(value, kind):
-        raise OptionError(f"{name}: expected {what}, got {shown(value)}.")
+        kinds = " or ".join(each.__name__ for each in (kind if isinstance(kind, tuple) else (kind,)))
+        raise OptionError(f"{name}: expected {what}, got {shown(value)}. {_instead(f'an instance of {kinds}', value)}")
     return value
 
 
@@ -355,7 +380,7 @@ def sequence_of(name: str, value: object, what: str) -> Sequence[Any]:
         OptionError: it is not; the message says ``what`` was expected.
     """
     if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
-        raise OptionError(f"{name}: expected {what}, got {shown(value)}.")
+        raise OptionError(f"{name}: expected {what}, got {shown(value)}. {_instead('a list or tuple', value)}")
     return value
 
 
@@ -367,7 +392,9 @@ def one_of(names: Iterable[str], name: str, value: object) -> str:
     """
     allowed = tuple(names)
     if not isinstance(value, str) or value not in allowed:
-        raise OptionError(f"{name}: expected one of {', '.join(allowed)}, got {shown(value)}.")
+        raise OptionError(
+            f"{name}: expected one of {', '.join(allowed)}, got {shown(value)}. Fix: pass one of these names."
+        )
     return value
 
 
