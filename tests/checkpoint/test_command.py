@@ -40,7 +40,8 @@ def test_verify_reads_everything(tmp_path, capsys):
     lines = said(capsys, "verify", tmp_path, code=1).out.splitlines()
     assert lines[1:3] == [
         "step-000000008: damaged",
-        f"  {tmp_path}/step-000000008/arrays.npz: is truncated: it has 50 bytes, expected 1,144.",
+        f"  {tmp_path}/step-000000008/arrays.npz: is truncated: it has 50 bytes, expected 1,144. "
+        "Fix: restore it from a copy, or use another checkpoint.",
     ]
     said(capsys, "verify", tmp_path / "step-000000008", code=1)
     said(capsys, "verify", tmp_path / "step-000000009")
@@ -112,8 +113,14 @@ def test_export_takes_the_newest_good_one(tmp_path, capsys, caplog):
             ["export", "runs", "out", "--only", "x*"],
             "no array name matches 'x*'. Fix: see 'lockstep checkpoint show -v'.",
         ),
-        (["export", "runs", "missing/out"], "missing/out: cannot be written as npz: No such file or directory."),
-        (["import", "missing", "new"], "missing: cannot be read: No such file or directory."),
+        (
+            ["export", "runs", "missing/out"],
+            "missing/out: cannot be written as npz: No such file or directory. Fix: check the directory, its permissions and the free space.",
+        ),
+        (
+            ["import", "missing", "new"],
+            "missing: cannot be read: No such file or directory. Fix: name an export that this user may read.",
+        ),
     ],
 )
 def test_what_cannot_be_done_is_said_in_one_line(arguments, message, tmp_path, capsys, monkeypatch):

@@ -148,7 +148,7 @@ def test_where_none_is_good_the_error_lists_all(tmp_path):
     os.truncate(store.paths()[0] / "arrays.npz", 5)
     (store.paths()[1] / "manifest.json").unlink()
     with pytest.raises(
-        CheckpointError, match=r"no checkpoint there is good:\n.*8/manifest.json: is missing.\n.*truncated"
+        CheckpointError, match=r"no checkpoint there is good:\n.*8/manifest.json: is missing\. Fix: .*\n.*truncated"
     ):
         store.newest()
     assert len(lines) == 2

@@ -41,6 +41,7 @@ from lockstep.checkpoint.serialization import (
 
 MANIFEST_NAME = "lockstep.json"
 _KEY = "lockstep"  # of the manifest in the metadata of a safetensors file
+_ANEW = "write it anew with 'lockstep checkpoint export'"
 _RESERVED = "__metadata__"  # by safetensors, in place of the name of an array
 
 Arrays = Mapping[str, np.ndarray]
@@ -105,7 +106,9 @@ def export(
         fix = "remove it, or choose another path" if path.is_dir() else "give --overwrite, or choose another path"
         raise CheckpointError(f"{output}: exists already, and nothing was written. Fix: {fix}.")
     manifest = _encoded_manifest(loaded, key) if only == "*" else None
-    with _errors(output, f"cannot be written as {format_name}"):
+    with _errors(
+        output, f"cannot be written as {format_name}", "check the directory, its permissions and the free space"
+    ):
         FORMATS[format_name].write(path, arrays, manifest)
     return len(arrays)
 
@@ -124,9 +127,9 @@ def read_export(output: str, key: bytes | None = None) -> tuple[int, Snapshot]:
         CheckpointError: it is absent, damaged, foreign or not signed with the key, it has no manifest, or a package is missing.
     """
     path = Path(output)
-    with _errors(output, "cannot be read"):
+    with _errors(output, "cannot be read", "name an export that this user may read"):
         chosen = FORMATS[format_of(path)]
-    with _errors(output, f"is damaged, or no {chosen.name} file", "write it anew with 'lockstep checkpoint export'"):
+    with _errors(output, f"is damaged, or no {chosen.name} file", _ANEW):
         encoded, arrays = chosen.read(path)
     if encoded is None:
         raise CheckpointError(
@@ -135,7 +138,9 @@ def read_export(output: str, key: bytes | None = None) -> tuple[int, Snapshot]:
         )
     manifest = decode(encoded, path / MANIFEST_NAME, key)
     if unknown := sorted(arrays.keys() - manifest.arrays.keys()):
-        raise CheckpointError(f"{output}: is not what was exported: its manifest has no array {unknown[0]!r}.")
+        raise CheckpointError(
+            f"{output}: is not what was exported: its manifest has no array {unknown[0]!r}. Fix: {_ANEW}."
+        )
     checked = {name: _restored(arrays.get(name), name, entry, output) for name, entry in manifest.arrays.items()}
     return manifest.step, Snapshot(checked, manifest.metadata)
 
@@ -157,7 +162,7 @@ def format_of(path: Path) -> str:
         return "safetensors"
     raise CheckpointError(
         f"{path}: is foreign or truncated: expected a file of npz or safetensors or a directory of Orbax, got a file that "
-        f"begins with {begin!r}."
+        f"begins with {begin!r}. Fix: name an export of 'lockstep checkpoint export'."
     )
 
 
@@ -166,7 +171,7 @@ def _restored(array: np.ndarray | None, name: str, entry: Entry, output: str) ->
     if entry.nbytes == 0:
         return np.empty(entry.shape, DTYPES[entry.dtype])
     if array is None:
-        raise CheckpointError(f"{output}: is not what was exported: it has no array {name!r}.")
+        raise CheckpointError(f"{output}: is not what was exported: it has no array {name!r}. Fix: {_ANEW}.")
     dtype = DTYPES[entry.dtype]
     is_wider = array.dtype == widened(np.empty(0, dtype)).dtype != in_file(entry.dtype)
     try:
@@ -179,24 +184,23 @@ def _restored(array: np.ndarray | None, name: str, entry: Entry, output: str) ->
     if (found.dtype, found.shape) != (dtype, entry.shape) or array_digest(found) != entry.sha256:
         raise CheckpointError(
             f"{output}: array {name!r} is damaged or was changed: got {array.dtype} {array.shape}, expected {entry.dtype} "
-            f"{entry.shape} with sha256 {entry.sha256[:16]}…."
+            f"{entry.shape} with sha256 {entry.sha256[:16]}…. Fix: {_ANEW}."
         )
     return found
 
 
 @contextmanager
-def _errors(output: str, problem: str, fix: str = "") -> Iterator[None]:
+def _errors(output: str, problem: str, fix: str) -> Iterator[None]:
     """Turn errors of files and of packages, which are of any type, into one of ours."""
     try:
         yield
     except LockstepError:
         raise
     except OSError as error:
-        raise CheckpointError(f"{output}: {problem}: {error.strerror or error}.", error.errno) from error
+        raise CheckpointError(f"{output}: {problem}: {error.strerror or error}. Fix: {fix}.", error.errno) from error
     except Exception as error:
         text = str(error).partition("\n")[0][:300]
-        end = f". Fix: {fix}." if fix else ""
-        raise CheckpointError(f"{output}: {problem}: {type(error).__name__}: {text}{end}") from error
+        raise CheckpointError(f"{output}: {problem}: {type(error).__name__}: {text}. Fix: {fix}.") from error
 
 
 def _package(module: str, extra: str) -> Any:

@@ -22,7 +22,7 @@ from typing import Any
 
 from lockstep._array_encoding import DTYPES
 from lockstep._atomic_files import read_file
-from lockstep._errors import CheckpointError, OptionError, whole_number
+from lockstep._errors import CheckpointError, OptionError, whole_number, without_fix
 
 MANIFEST = "manifest.json"
 _MAX_NAME_BYTES = 65_000  # A zip file stores the length in two bytes
@@ -35,19 +35,24 @@ _END_LENGTH = 79
 _SIGNATURE = re.compile(rb'"hmac": "([0-9a-f]{64})",\n')
 _SIGNATURE_LENGTH = 76
 _DIGEST = re.compile("[0-9a-f]{64}")
+RESTORE = "Fix: restore it from a copy, or use another checkpoint."
 
 
 def check_name(name: Any) -> None:
     """Raise OptionError if this cannot be the name of an array."""
     if not isinstance(name, str) or "\0" in name:
-        raise OptionError(f"Snapshot: arrays: expected names of type str without NUL, got {name!r}.")
+        raise OptionError(
+            f"Snapshot: arrays: expected names of type str without NUL, got {name!r}. Fix: rename the array."
+        )
     try:
         length = len(name.encode())
     except UnicodeEncodeError as error:
-        raise OptionError(f"Snapshot: arrays: the name {name!r} is no Unicode text: {error}.") from None
+        raise OptionError(
+            f"Snapshot: arrays: the name {name!r} is no Unicode text: {error}. Fix: rename the array."
+        ) from None
     if length > _MAX_NAME_BYTES:
         raise OptionError(
-            f"Snapshot: arrays: a name of {length} bytes, at most {_MAX_NAME_BYTES} are possible: {name[:60]}…"
+            f"Snapshot: arrays: expected names of at most {_MAX_NAME_BYTES} bytes, got one of {length}: {name[:60]}…. Fix: shorten it."
         )
 
 
@@ -164,35 +169,41 @@ def decode(data: bytes, path: Path, key: bytes | None = None) -> Manifest:
         CheckpointError: it is empty, truncated, damaged, foreign, of a newer version, or not signed with the key.
     """
     if not data:
-        raise CheckpointError(f"{path}: is empty: its writer was interrupted.")
+        raise CheckpointError(f"{path}: is empty: its writer was interrupted. {RESTORE}")
     if not data.startswith(_BEGIN[: len(data)]):
-        raise CheckpointError(f"{path}: is foreign: no manifest of Lockstep begins with {data[:40]!r}.")
+        raise CheckpointError(f"{path}: is foreign: no manifest of Lockstep begins with {data[:40]!r}. {RESTORE}")
     end = _END.fullmatch(data[-_END_LENGTH:])
     if end is None:
         raise CheckpointError(
-            f"{path}: is truncated, or damaged at its end: its {len(data)} bytes do not end with their sha256."
+            f"{path}: is truncated, or damaged at its end: its {len(data)} bytes do not end with their sha256. {RESTORE}"
         )
     found, expected = hashlib.sha256(data[:-_END_LENGTH]).hexdigest(), end[1].decode()
     if found != expected:
-        raise CheckpointError(f"{path}: is damaged: its bytes have sha256 {found[:16]}…, expected {expected[:16]}….")
+        raise CheckpointError(
+            f"{path}: is damaged: its bytes have sha256 {found[:16]}…, expected {expected[:16]}…. {RESTORE}"
+        )
     if key is not None:
         _check_signature(data[:-_END_LENGTH], path, key)
     try:
         return _from_fields(json.loads(data), path)
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: is no valid manifest: {type(error).__name__}: {error}.") from error
+        raise CheckpointError(
+            f"{path}: is no valid manifest: {type(error).__name__}: {without_fix(error)}. {RESTORE}"
+        ) from error
 
 
 def _check_signature(head: bytes, path: Path, key: bytes) -> None:
     found = _SIGNATURE.fullmatch(head[-_SIGNATURE_LENGTH:])
+    fix = f"run 'lockstep checkpoint sign {path.parent}'"
+    if path.name != MANIFEST:
+        fix = f"import it with {KEY_FILE} unset, and sign the checkpoint"
     if found is None:
-        fix = f"run 'lockstep checkpoint sign {path.parent}'"
-        if path.name != MANIFEST:
-            fix = f"import it with {KEY_FILE} unset, and sign the checkpoint"
         raise CheckpointError(f"{path}: is not signed, and {KEY_FILE} is set. Fix: if you trust it, {fix}.")
     expected = hmac.new(key, head[:-_SIGNATURE_LENGTH], hashlib.sha256).hexdigest()
     if not hmac.compare_digest(expected, found[1].decode()):
-        raise CheckpointError(f"{path}: is signed with another key than that of {KEY_FILE}, or was changed.")
+        raise CheckpointError(
+            f"{path}: is signed with another key than that of {KEY_FILE}, or was changed. Fix: if you trust it, {fix}."
+        )
 
 
 def _from_fields(fields: dict[str, Any], path: Path) -> Manifest:

@@ -30,8 +30,8 @@ import numpy as np
 
 from lockstep._array_encoding import DTYPES, ML_DTYPES, ArraySpec
 from lockstep._atomic_files import REMOVED, WRITTEN, is_temporary, open_to_read, read_file, replace_file
-from lockstep._errors import CheckpointError, OptionError
-from lockstep.checkpoint.manifest import MANIFEST, Entry, Manifest, check_name, decode, encode
+from lockstep._errors import CheckpointError, OptionError, without_fix
+from lockstep.checkpoint.manifest import MANIFEST, RESTORE, Entry, Manifest, check_name, decode, encode
 from lockstep.checkpoint.shards import PART, ShardSlice, check_cover, put_shard, shard_slices
 
 
@@ -85,7 +85,7 @@ def _check_json(path: str, value: Any) -> None:
     if isinstance(value, dict):
         for key, item in value.items():
             if not isinstance(key, str):
-                raise OptionError(f"Snapshot: {path}: expected keys of type str, got {key!r}.")
+                raise OptionError(f"Snapshot: {path}: expected keys of type str, got {key!r}. Fix: use str({key!r}).")
             _check_json(f"{path}[{key!r}]", item)
     elif isinstance(value, list):
         for number, item in enumerate(value):
@@ -235,15 +235,15 @@ def check_bounds(file: io.BufferedReader, manifest: Manifest, path: Path) -> Non
     size = os.fstat(file.fileno()).st_size
     if size != manifest.bytes:
         what = "truncated" if size < manifest.bytes else "damaged"
-        raise CheckpointError(f"{path}: is {what}: it has {size:,} bytes, expected {manifest.bytes:,}.")
+        raise CheckpointError(f"{path}: is {what}: it has {size:,} bytes, expected {manifest.bytes:,}. {RESTORE}")
     for name, entry in manifest.arrays.items():
         if entry.offset + entry.nbytes > size:
             raise CheckpointError(
-                f"{path}: has {size:,} bytes, but array {name!r} of {entry.nbytes:,} begins at {entry.offset:,}."
+                f"{path}: has {size:,} bytes, but array {name!r} of {entry.nbytes:,} begins at {entry.offset:,}. {RESTORE}"
             )
     promised = sum(entry.nbytes for entry in manifest.arrays.values())
     if promised > size:
-        raise CheckpointError(f"{path}: has {size:,} bytes, but the arrays in it would take {promised:,}.")
+        raise CheckpointError(f"{path}: has {size:,} bytes, but the arrays in it would take {promised:,}. {RESTORE}")
 
 
 def read_array(file: io.BufferedReader, name: str, entry: Entry, path: Path) -> np.ndarray:
@@ -255,7 +255,9 @@ def read_array(file: io.BufferedReader, name: str, entry: Entry, path: Path) -> 
     try:
         array = np.empty(entry.shape, in_file(entry.dtype))
     except ValueError as error:
-        raise CheckpointError(f"{path}: array {name!r}: no array has shape {entry.shape}: {error}.") from error
+        raise CheckpointError(
+            f"{path}: array {name!r}: no array has shape {entry.shape}: {error}. {RESTORE}"
+        ) from error
     digest = hashlib.sha256()
     file.seek(entry.offset)
     left = array.reshape(-1).view(np.uint8).data
@@ -265,7 +267,7 @@ def read_array(file: io.BufferedReader, name: str, entry: Entry, path: Path) -> 
     if digest.hexdigest() != entry.sha256:
         raise CheckpointError(
             f"{path}: array {name!r} is damaged: its {entry.nbytes:,} bytes have sha256 {digest.hexdigest()[:16]}…, "
-            f"expected {entry.sha256[:16]}…."
+            f"expected {entry.sha256[:16]}…. {RESTORE}"
         )
     native = array.astype(array.dtype.newbyteorder("="), copy=False)
     return native if native.dtype.name == entry.dtype else native.view(DTYPES[entry.dtype])
@@ -380,7 +382,10 @@ def sign(path: Path, key: bytes) -> None:
     try:
         replace_file(path / MANIFEST, lambda file: file.write(content), is_synced=True)
     except OSError as error:
-        raise CheckpointError(f"{path / MANIFEST}: cannot be written: {error.strerror}.", error.errno) from error
+        raise CheckpointError(
+            f"{path / MANIFEST}: cannot be written: {error.strerror}. Fix: make its directory writable for this user.",
+            error.errno,
+        ) from error
 
 
 def describe(path: Path, key: bytes | None = None) -> Manifest:
@@ -399,7 +404,10 @@ def _described(path: Path, key: bytes | None) -> tuple[Manifest, str]:
         content = read_file(file_path, MAX_MANIFEST_BYTES)
         manifest = decode(content, file_path, key)
     if step_of(path.name) not in (None, manifest.step):
-        raise CheckpointError(f"{path}: is the checkpoint of step {manifest.step} under the name of another.")
+        raise CheckpointError(
+            f"{path}: is the checkpoint of step {manifest.step} under the name of another. Fix: rename it to "
+            f"{free_name(manifest.step, [])}, or remove it."
+        )
     return manifest, hashlib.sha256(content).hexdigest()
 
 
@@ -416,7 +424,7 @@ def parts_of(path: Path, manifest: Manifest) -> dict[Path, Manifest]:
             data = read_file(file_path, MAX_MANIFEST_BYTES)
         if hashlib.sha256(data).hexdigest() != expected:
             raise CheckpointError(
-                f"{file_path}: is damaged, or of another checkpoint: its sha256 is not {expected[:16]}…."
+                f"{file_path}: is damaged, or of another checkpoint: its sha256 is not {expected[:16]}…. {RESTORE}"
             )
         found[file_path.parent] = decode(data, file_path)
     try:
@@ -426,7 +434,9 @@ def parts_of(path: Path, manifest: Manifest) -> dict[Path, Manifest]:
             for name, place in shard_slices(part.metadata).items()
         )
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{path}: its parts are no whole arrays: {type(error).__name__}: {error}.") from error
+        raise CheckpointError(
+            f"{path}: its parts are no whole arrays: {type(error).__name__}: {without_fix(error)}. {RESTORE}"
+        ) from error
     return found
 
 
@@ -494,7 +504,12 @@ def _checkpoint_errors(file_path: Path) -> Iterator[None]:
     except CheckpointError:
         raise
     except FileNotFoundError as error:
-        there = "is missing" if file_path.parent.is_dir() else "is missing, as there is no such directory"
-        raise CheckpointError(f"{file_path}: {there}.", error.errno) from error
+        there = f"is missing. {RESTORE}"
+        if not file_path.parent.is_dir():
+            there = "is missing, as there is no such directory. Fix: name the directory of a checkpoint."
+        raise CheckpointError(f"{file_path}: {there}", error.errno) from error
     except OSError as error:
-        raise CheckpointError(f"{file_path}: cannot be read: {error.strerror or error}.", error.errno) from error
+        raise CheckpointError(
+            f"{file_path}: cannot be read: {error.strerror or error}. Fix: make it readable for this user, or use another checkpoint.",
+            error.errno,
+        ) from error

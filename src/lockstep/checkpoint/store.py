@@ -73,7 +73,9 @@ class CheckpointStore:
     ) -> None:
         file_path("CheckpointStore: directory", directory)
         if "://" in os.fspath(directory):
-            raise OptionError(f"CheckpointStore: directory: expected a path of this machine, got {directory!r}.")
+            raise OptionError(
+                f"CheckpointStore: directory: expected a path of this machine, got {directory!r}. Fix: mount the storage, and pass a path in it."
+            )
         self.directory = Path(directory).absolute()
         self.keep = whole_number("CheckpointStore: keep", keep)
         self._timeout, self._log = timeout_seconds, log
@@ -180,7 +182,10 @@ class CheckpointStore:
         try:
             return checkpoints_in(self.directory)
         except OSError as error:
-            raise CheckpointError(f"{self.directory}: cannot be read: {error.strerror}.", error.errno) from error
+            raise CheckpointError(
+                f"{self.directory}: cannot be read: {error.strerror}. Fix: name a directory that this user may read.",
+                error.errno,
+            ) from error
 
     def newest(
         self, check: Callable[[Loaded], None] = lambda loaded: None, *, keep_stored: bool = False
@@ -279,11 +284,13 @@ class CheckpointStore:
 
 def _failed(what: str, directory: Path, error: OSError, needed: int | None) -> CheckpointError:
     """Make the error for a failed operation of the operating system, which was to write ``needed`` bytes if that is known."""
-    sentence = f"{directory}: {what}: {error.strerror or error}"
+    problem, _, fix = str(error.strerror or error).partition(" Fix: ")
+    sentence = f"{directory}: {what}: {problem.removesuffix('.')}"
     if needed is not None and error.errno in _FULL:
         there = next(path for path in (directory, *directory.parents) if path.exists())
         sentence += f"; it needs {needed:,} bytes, and {shutil.disk_usage(there).free:,} are free"
-    return CheckpointError(f"{sentence}.", error.errno)
+        fix = "free the space, or choose a directory on another disk"
+    return CheckpointError(f"{sentence}. Fix: {fix or 'choose a directory that this user may write to'}.", error.errno)
 
 
 def _step(path: Path) -> int:

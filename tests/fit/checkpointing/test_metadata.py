@@ -189,7 +189,7 @@ def test_metadata_without_a_field_is_passed_over(field, whole, facts):
     with changed(whole, without) as folder:
         line = refusal(folder)
     assert line.startswith(f"'{field}': expected ")
-    assert line.endswith(", got nothing.")
+    assert ", got nothing. Fix: use a directory in which this program has written" in line
 
 
 def test_a_position_beyond_the_memory_of_a_generator_is_refused(whole, facts):

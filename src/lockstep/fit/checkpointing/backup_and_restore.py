@@ -128,5 +128,7 @@ def _frequency(save_freq: str | int, has_epochs: bool) -> tuple[int | None, floa
     match = _DURATION.fullmatch(save_freq)
     if match is None:
         allowed = ['"epoch"'] * has_epochs + ["a number of steps", 'or a time such as "30 s", "10min" or "2h"']
-        raise OptionError(f"save_freq: expected {', '.join(allowed)}, got {shown(save_freq)}.")
+        raise OptionError(
+            f"save_freq: expected {', '.join(allowed)}, got {shown(save_freq)}. Fix: pass an int, or one of these texts."
+        )
     return None, seconds("save_freq", float(match[1]) * _SECONDS[match[2]], above=None)

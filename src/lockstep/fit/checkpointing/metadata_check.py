@@ -208,11 +208,12 @@ def check_fields(loaded: Loaded, names: Iterable[str]) -> None:
     for name in names:
         field = _FIELDS[name]
         if name not in metadata and not field.is_optional:
-            raise CheckpointError(f"{loaded.path}: metadata: {name!r}: expected {field.expected}, got nothing.")
+            raise CheckpointError(f"{loaded.path}: metadata: {name!r}: expected {field.expected}, got nothing. {_FIX}")
         if name in metadata:
             _check(loaded, repr(name), field, metadata[name], lambda value: value)
 
 
+_FIX = "Fix: use a directory in which this program has written its checkpoints, or an empty one."
 _VALUE = _Field("a value", lambda value: True)
 _LOGS = _Field("numbers of arrays by name", lambda value: True)
 
@@ -223,7 +224,9 @@ def _check(loaded: Loaded, where: str, field: _Field, value: Any, read: Callable
             return
     except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError):
         pass  # The message shows the value.
-    raise CheckpointError(f"{loaded.path}: metadata: {where}: expected {field.expected}, got {reprlib.repr(value)}.")
+    raise CheckpointError(
+        f"{loaded.path}: metadata: {where}: expected {field.expected}, got {reprlib.repr(value)}. {_FIX}"
+    )
 
 
 def _numbers_of_logs(logs: Any, arrays: Mapping[str, np.ndarray]) -> None:
