@@ -80,7 +80,7 @@ def single_callback(callbacks: Iterable[Any], kind: type[Kind]) -> Kind | None:
     """
     found = [callback for callback in callbacks if isinstance(callback, kind)]
     if len(found) > 1:
-        raise OptionError(f"fit: callbacks: expected one {kind.__name__}, got {len(found)}.")
+        raise OptionError(f"fit: callbacks: expected one {kind.__name__}, got {len(found)}. Fix: leave the others out.")
     return found[0] if found else None
 
 

@@ -26,7 +26,8 @@ from lockstep.fit.fit_hooks import FitContext, single_callback
 from lockstep.fit.nan_diagnosis import Diagnosis, describe_nonfinite, diagnose
 
 ACTIONS = ("stop", "rollback", "skip")
-_NO_CHECKPOINT = "There is no checkpoint to go back to yet: save more often, BackupAndRestore(save_freq=…)."
+_NO_CHECKPOINT = "There is no checkpoint to go back to yet. Fix: save more often, BackupAndRestore(save_freq=…)."
+_CHANGE_RUN = "Fix: lower the learning rate, clip gradients, or remove the rows that have caused it."
 _MAX_DIAGNOSES = 5  # of steps that do not end the training: a diagnosis takes long
 
 NewestCheckpoint = Callable[
@@ -280,11 +281,11 @@ class StepGuard(StepHook):
     def _reason_to_stop(self) -> str | None:
         guard = self.guard
         if guard.action == "stop":
-            return 'To continue without such steps, use NanGuard("skip") or NanGuard("rollback").'
+            return 'Fix: to continue without such steps, use NanGuard("skip") or NanGuard("rollback").'
         if guard.in_a_row >= guard.max_in_a_row:
-            return f"It is the {_ordinal(guard.in_a_row)} such step in a row (max_in_a_row={guard.max_in_a_row})."
+            return f"It is the {_ordinal(guard.in_a_row)} such step in a row (max_in_a_row={guard.max_in_a_row}). {_CHANGE_RUN}"
         if guard.action == "rollback" and guard.rollbacks >= guard.max_rollbacks:
-            return f"Training has gone back {guard.rollbacks} times already (max_rollbacks={guard.max_rollbacks})."
+            return f"Training has gone back {guard.rollbacks} times already (max_rollbacks={guard.max_rollbacks}). {_CHANGE_RUN}"
         return None
 
 

@@ -526,7 +526,7 @@ def _frequency(value: str | int) -> int:
     if isinstance(value, str):
         if value not in ("epoch", "batch"):
             raise OptionError(
-                f'TensorBoard: update_freq: expected "epoch", "batch" or a number of steps, got {shown(value)}.'
+                f'TensorBoard: update_freq: expected "epoch", "batch" or a number of steps, got {shown(value)}. Fix: pass one of these.'
             )
         return int(value == "batch")
     return whole_number("TensorBoard: update_freq", value)
@@ -540,10 +540,14 @@ def _profiled_steps(value: int | str | tuple[int, int]) -> tuple[int, int] | Non
     else:
         pair = value if isinstance(value, (tuple, list)) else (value, value)
     if len(pair) != 2:
-        raise OptionError(f"TensorBoard: profile_batch: expected a step or a pair of them, got {shown(value)}.")
+        raise OptionError(
+            f"TensorBoard: profile_batch: expected a step or a pair of them, got {shown(value)}. Fix: pass one or two numbers."
+        )
     first, last = (whole_number("TensorBoard: profile_batch", one, minimum=0) for one in pair)
     if first == last == 0:
         return None
     if not 0 < first <= last:
-        raise OptionError(f"TensorBoard: profile_batch: expected a step or a pair of them, from 1, got {shown(value)}.")
+        raise OptionError(
+            f"TensorBoard: profile_batch: expected a step or a pair of them, from 1, got {shown(value)}. Fix: count from 1, the earlier step first."
+        )
     return first, last
