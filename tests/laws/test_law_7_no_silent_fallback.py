@@ -43,7 +43,7 @@ def test_cpu_devices_asked_for_too_late_are_an_error_that_says_what_to_set(pytho
         python,
         "import keras; keras.optimizers.Adam(); import lockstep; lockstep.MirroredStrategy(['cpu:0', 'cpu:1'])",
     )
-    assert "make the strategy before those" in text
+    assert "Fix: make the strategy before the first array, model or optimizer" in text
     assert "XLA_FLAGS=--xla_force_host_platform_device_count=2" in text
     assert "PJRT_NPROC=8" in text
 

@@ -56,7 +56,9 @@ def ensure_cpu_devices(count: int) -> None:
         DeviceError: JAX has started with fewer, or they are more than a process can have.
     """
     if count > MAX_CPU_DEVICES:
-        raise DeviceError(f"devices: expected at most {MAX_CPU_DEVICES:,} CPU devices, got {count:,}.")
+        raise DeviceError(
+            f"devices: expected at most {MAX_CPU_DEVICES:,} CPU devices, got {count:,}. Fix: use lower numbers, from cpu:0 on."
+        )
     _configure(max(count, _configured_count(os.environ)), os.environ)
     found = _start(os.environ)
     if found < count:
@@ -182,8 +184,8 @@ def has_started() -> bool:
 
 def _already_started_error(wanted: int, found: int) -> DeviceError:
     return DeviceError(
-        f"{wanted} CPU devices were asked for, but JAX has already started with {found}. JAX starts with the first "
-        f"array, model or optimizer: make the strategy before those, or call lockstep.config.set_logical_cpu_devices"
+        f"{wanted} CPU devices were asked for, but JAX has already started with {found}. Fix: make the strategy before the first "
+        f"array, model or optimizer, with which JAX starts, or call lockstep.config.set_logical_cpu_devices"
         f"({wanted}) at the top of the script, or set XLA_FLAGS=--xla_force_host_platform_device_count={wanted} and "
         f"PJRT_NPROC={_threads_for(wanted)} in the environment."
     )

@@ -23,7 +23,7 @@ def parse_device_name(name: str, argument: str = "devices") -> tuple[str, int]:
     match = _NAME.fullmatch(name.strip())
     if match is None:
         raise DeviceError(
-            f"{argument}: unknown device name {shown(name)}: expected something like 'gpu:0', '/gpu:0', 'cpu:1'."
+            f"{argument}: unknown device name {shown(name)}. Fix: pass a platform and a number, such as 'gpu:0' or '/gpu:0'."
         )
     return match.group(1).lower(), int(match.group(2))
 
@@ -45,7 +45,9 @@ def resolve_devices(devices: Sequence[str | jax.Device] | None) -> tuple[jax.Dev
     if devices is None:
         found = tuple(jax.local_devices())
     elif isinstance(devices, (str, set, frozenset)) or not isinstance(devices, Collection):
-        raise DeviceError(f"devices: expected a list of names such as ['gpu:0'], got {shown(devices)}.")
+        raise DeviceError(
+            f"devices: expected a list of names such as ['gpu:0'], got {shown(devices)}. Fix: pass a list or a tuple."
+        )
     elif not len(devices):
         raise DeviceError("devices: the list is empty. Fix: leave it out to use every device.")
     else:
@@ -74,7 +76,9 @@ def count_cpu_devices(devices: Sequence[str | jax.Device] | None) -> int:
 def _named(devices: list[str | jax.Device]) -> tuple[jax.Device, ...]:
     for device in devices:
         if not isinstance(device, (str, jax.Device)):
-            raise DeviceError(f"devices: {shown(device)} is neither a name such as 'gpu:0' nor a JAX device.")
+            raise DeviceError(
+                f"devices: {shown(device)} is neither a name such as 'gpu:0' nor a JAX device. Fix: pass one of jax.devices() or its name."
+            )
     parsed = [parse_device_name(device) for device in devices if isinstance(device, str)]
     cpu_indices = [index for platform, index in parsed if platform == "cpu"]
     if cpu_indices and len(set(cpu_indices)) == len(cpu_indices):
@@ -108,7 +112,9 @@ def find_device(name: str, argument: str = "devices") -> jax.Device:
     platform, index = parse_device_name(name, argument)
     local = _local(platform)
     if index >= len(local):
-        raise DeviceError(f"{argument}: there is no device {name!r} here; there are: {', '.join(_all_names())}.")
+        raise DeviceError(
+            f"{argument}: there is no device {name!r} here; there are: {', '.join(_all_names())}. Fix: name one of these."
+        )
     return local[index]
 
 

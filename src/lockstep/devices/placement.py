@@ -359,7 +359,7 @@ def count_rows(batch: Any) -> int:
     if len(lengths) != 1 or None in lengths or 0 in lengths:
         raise InputError(
             "A batch cannot be split into replicas: its arrays need one common length of at least 1 along the first "
-            f"axis, but their shapes are {_listed(shapes)}."
+            f"axis, but their shapes are {_listed(shapes)}. Fix: give all arrays the same number of rows."
         )
     return int(lengths.pop())  # type: ignore[arg-type]  # None was refused above
 

@@ -41,7 +41,8 @@ def resolve_with_parameter_device(
     """
     if parameter_device is not None and not isinstance(parameter_device, (str, jax.Device)):
         raise DeviceError(
-            f"parameter_device: {shown(parameter_device)} is neither a name such as 'cpu:0' nor a JAX device."
+            f"parameter_device: {shown(parameter_device)} is neither a name such as 'cpu:0' nor a JAX device. Fix: pass one of "
+            "jax.devices() or its name."
         )
     named = [parameter_device] if isinstance(parameter_device, str) else []
     # JAX makes all CPU devices at once, when it starts.

@@ -238,4 +238,6 @@ def _check_arrays(x: Any) -> None:
     check_depth("layout: x", x)
     leaves = jax.tree.leaves(x)
     if not leaves or not all(isinstance(leaf, (np.ndarray, jax.Array, jax.ShapeDtypeStruct)) for leaf in leaves):
-        raise OptionError(f"layout: x: expected a tree of arrays (rows, …), got {shown(x)}.")
+        raise OptionError(
+            f"layout: x: expected a tree of arrays (rows, …), got {shown(x)}. Fix: pass a batch of the model's inputs."
+        )

@@ -92,7 +92,9 @@ def _resolve_ops(ops: Ops | None, deterministic: bool) -> CrossDeviceOps:
 def _resolve_shard(shard: str | None, ops: CrossDeviceOps, deterministic: bool) -> Shard:
     """Return which variables are sharded."""
     if shard is not None and not (isinstance(shard, str) and shard in ("optimizer", "variables")):
-        raise OptionError(f'shard: expected "optimizer", "variables" or None, got {shown(shard)}.')
+        raise OptionError(
+            f'shard: expected "optimizer", "variables" or None, got {shown(shard)}. Fix: pass one of these, or leave it out.'
+        )
     if shard is not None and not deterministic and type(ops) is not AutoAllReduce:
         raise OptionError(
             f"shard={shard!r} adds gradients by the platform's reduce-scatter, not by {type(ops).__name__}. Fix: leave "
@@ -108,7 +110,9 @@ def check_mesh_options(shard: str | None, recompute: Recompute) -> Shard:
         OptionError: one is out of its range.
     """
     if shard is not None and not (isinstance(shard, str) and shard == "variables"):
-        raise OptionError(f'shard: expected "variables" or None, got {shown(shard)}.')
+        raise OptionError(
+            f'shard: expected "variables" or None, got {shown(shard)}. Fix: pass shard="variables", or leave it out.'
+        )
     _check_recompute(recompute, "variables")
     return shard  # type: ignore[return-value]  # checked above
 
@@ -117,7 +121,9 @@ def _check_recompute(recompute: Recompute, shard: Shard) -> None:
     if recompute is None:
         return
     if not callable(recompute) and not (isinstance(recompute, str) and recompute == "blocks"):
-        raise OptionError(f'recompute: expected "blocks", a function of a layer or None, got {shown(recompute)}.')
+        raise OptionError(
+            f'recompute: expected "blocks", a function of a layer or None, got {shown(recompute)}. Fix: pass one of these, or leave it out.'
+        )
     if shard != "variables":
         raise OptionError(
             'recompute belongs to shard="variables", whose gathered variables it saves. Fix: add shard="variables", or use keras.remat.'

@@ -155,7 +155,9 @@ class Diagnostics(StrategyApi):
     def _check_owner(self, model: keras.Model, call: str) -> None:
         what = "a compiled model of this strategy"
         if not isinstance(model, keras.Model):
-            raise ModelError(f"{call}: model: expected {what}, got {shown(model)}.")
+            raise ModelError(
+                f"{call}: model: expected {what}, got {shown(model)}. Fix: pass a keras.Model that was compiled in scope()."
+            )
         if trainer.strategy_of(model) is not self or not model.compiled:
             raise ModelError(
                 f"{call}: {model.name!r} is not a compiled model of {self}. Fix: build and compile it in scope()."

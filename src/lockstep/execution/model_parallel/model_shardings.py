@@ -173,7 +173,9 @@ def parse_mesh(mesh: MeshArgument) -> MeshAxes:
         mesh = dict(zip(mesh.axis_names, mesh.shape, strict=True))
     sizes = named_arguments("mesh", mesh)
     if not sizes:
-        raise OptionError('mesh: expected sizes of axes such as {"data": 2, "model": 4}, got {}.')
+        raise OptionError(
+            'mesh: expected sizes of axes such as {"data": 2, "model": 4}, got {}. Fix: name at least one.'
+        )
     for number, (name, size) in enumerate(sizes.items()):
         whole_number(f"mesh: {name}", size)
         if number and name == DEVICE_AXIS:
@@ -195,7 +197,8 @@ def parse_layout(layout: LayoutArgument, mesh: MeshAxes) -> LayoutRules | None:
     device_mesh = layout.device_mesh if is_map else None
     if not isinstance(layout, Mapping):
         raise OptionError(
-            f'layout: expected "auto", a keras.distribution.LayoutMap or a dictionary of rules, got {shown(layout)}.'
+            f'layout: expected "auto", a keras.distribution.LayoutMap or a dictionary of rules, got {shown(layout)}. Fix: pass one of '
+            "these."
         )
     if device_mesh is not None and parse_mesh(device_mesh) != mesh:
         raise OptionError(
@@ -210,16 +213,21 @@ def _axes(pattern: Any, axes: Any, mesh: MeshAxes) -> Axes:
     try:
         re.compile(pattern)
     except (re.error, TypeError) as error:
-        raise OptionError(f"layout: {shown(pattern)} is no regular expression ({error}).") from error
+        raise OptionError(
+            f"layout: {shown(pattern)} is no regular expression ({error}). Fix: write a pattern of variables' paths, such as 'dense/.*'."
+        ) from error
     if isinstance(axes, str) or not isinstance(axes, Sequence):
         raise OptionError(
-            f"layout: rule {pattern!r}: expected names of axes such as (None, {mesh.data!r}), got {shown(axes)}."
+            f"layout: rule {pattern!r}: expected names of axes such as (None, {mesh.data!r}), got {shown(axes)}. Fix: pass a tuple with an entry "
+            "for each axis of the variable."
         )
     named = [axis for axis in axes if axis is not None]
     for axis in named:
         if not isinstance(axis, str) or axis not in mesh.sizes:
             names = ", ".join(map(repr, mesh.sizes))
-            raise OptionError(f"layout: rule {pattern!r} names the axis {shown(axis)}, and the mesh has {names}.")
+            raise OptionError(
+                f"layout: rule {pattern!r} names the axis {shown(axis)}, and the mesh has {names}. Fix: name one of these, or None."
+            )
     if len(named) > len(set(named)):
         raise OptionError(
             f"layout: rule {pattern!r} names an axis of the mesh twice, {tuple(axes)}. Fix: name each once."
