@@ -94,7 +94,9 @@ def count_traffic(
     """
     operation, given = ops_from_argument(ops), sequence_of("values", values, "a list of arrays")
     if not all(isinstance(value, jax.ShapeDtypeStruct | jax.Array | np.ndarray) for value in given):
-        raise OptionError(f"values: expected arrays or their shapes, got {shown(values)}.")
+        raise OptionError(
+            f"values: expected arrays or their shapes, got {shown(values)}. Fix: pass arrays, or jax.ShapeDtypeStruct objects."
+        )
     return trace_messages(operation, given, devices)
 
 
@@ -109,7 +111,9 @@ def _dtype(name: Any) -> np.dtype:
     except (TypeError, ValueError, RecursionError):
         known = None
     if known not in KNOWN_DTYPES:
-        raise OptionError(f"dtypes: expected names such as 'float32', got {shown(name)}.")
+        raise OptionError(
+            f"dtypes: expected names such as 'float32', got {shown(name)}. Fix: pass names of dtypes of NumPy or ml_dtypes."
+        )
     return KNOWN_DTYPES[known]
 
 
@@ -164,7 +168,7 @@ def _check_shape_and_dtype(value: jax.Array, total: jax.Array, count: int) -> No
     if (total.shape, total.dtype) != (value.shape, value.dtype):
         raise ContractError(
             f"{_describe(value.dtype, value.shape, count)}: expected a sum of the same dtype and shape, got "
-            f"{total.dtype} of shape {total.shape}."
+            f"{total.dtype} of shape {total.shape}. Fix: return the sum in the dtype and shape of the array."
         )
 
 
@@ -176,10 +180,12 @@ def _compare(ops: CrossDeviceOps, pieces: np.ndarray, copies: np.ndarray, again:
             index = _first_index(different.any(axis=-1).reshape(copy.shape))
             raise ContractError(
                 f"{prefix}: expected the same bits on every device, but device 0 has {copies[0][index]} and device "
-                f"{device} has {copy[index]} at index {index}."
+                f"{device} has {copy[index]} at index {index}. Fix: add in the same order on every device."
             )
     if (_bits(copies) != _bits(again)).any():
-        raise ContractError(f"{prefix}: expected the same bits when the operation runs again, got others.")
+        raise ContractError(
+            f"{prefix}: expected the same bits when the operation runs again, got others. Fix: add in a fixed order, without random numbers."
+        )
     exact, found, bound = _naive_sum(pieces), _widened(copies[0]), ops.error_bound(pieces)
     wrong = _is_wrong(found, exact, bound)
     if wrong.any():
@@ -187,7 +193,7 @@ def _compare(ops: CrossDeviceOps, pieces: np.ndarray, copies: np.ndarray, again:
         held = [piece[index] for piece in pieces]
         raise ContractError(
             f"{prefix}: expected {exact[index]} within {bound[index]:.3g} at index {index}, the sum of "
-            f"{', '.join(map(str, held))}; got {found[index]}."
+            f"{', '.join(map(str, held))}; got {found[index]}. Fix: add each array once, or return a larger error_bound."
         )
 
 

@@ -181,7 +181,7 @@ class ReductionToOneDevice(CrossDeviceOps):
         if f"{wanted[0]}:{wanted[1]}" not in names:
             raise DeviceError(
                 f"ReductionToOneDevice: reduce_to_device={self.reduce_to_device!r} is not one of the strategy's "
-                f"devices: {listed_devices(names)}."
+                f"devices: {listed_devices(names)}. Fix: name one of them, or leave it out."
             )
         return names.index(f"{wanted[0]}:{wanted[1]}")
 

@@ -175,7 +175,7 @@ def converted_sum(total: Any, value: jax.Array, function: str, given: str) -> ja
         found = f"shape {total.shape}" if isinstance(total, jax.Array) else repr(total)
         raise OptionError(
             f"cross_device_ops: {function} was given {given} of shape {value.shape} and must return one of the "
-            f"same shape, the sum over the devices; it returned {found}."
+            f"same shape, the sum over the devices; it returned {found}. Fix: return a jax.Array, and add over the devices only."
         )
     return total.astype(value.dtype)
 

@@ -179,7 +179,9 @@ def link_between(bandwidth: float | str, latency: float | None) -> NetworkLink:
     if isinstance(bandwidth, str):
         names = {name.lower(): values for name, values in NETWORKS.items()}
         if bandwidth.lower() not in names:
-            raise OptionError(f"bandwidth: expected GB/s or one of {', '.join(NETWORKS)}, got {shown(bandwidth)}.")
+            raise OptionError(
+                f"bandwidth: expected GB/s or one of {', '.join(NETWORKS)}, got {shown(bandwidth)}. Fix: pass a number or one of these names."
+            )
         bandwidth, usual = names[bandwidth.lower()]
     rate = real_number("bandwidth", bandwidth, above=0, what="GB/s")
     wait = real_number("latency", usual if latency is None else latency, what="a number of µs")
@@ -317,7 +319,9 @@ def nonnegative_least_squares(rows: np.ndarray, values: np.ndarray) -> np.ndarra
 
 def _stages(algorithm: str, devices: int) -> list[Stage]:
     if algorithm not in FORMULAS:
-        raise OptionError(f"cost: no formula for {algorithm!r}; there are: {', '.join(FORMULAS)}.")
+        raise OptionError(
+            f"cost: no formula for {algorithm!r}; there are: {', '.join(FORMULAS)}. Fix: pass one of these names."
+        )
     devices = whole_number("devices", devices)
     return FORMULAS[algorithm](devices) if devices > 1 else []
 

@@ -63,7 +63,7 @@ def ops_from_argument(ops: Ops | None) -> CrossDeviceOps:
     names = ", ".join(map(repr, ALGORITHMS))
     raise OptionError(
         f"cross_device_ops: expected one of {names}, a lockstep.CrossDeviceOps such as lockstep.RingAllReduce(), or a "
-        f"function (array, axis) -> array, got {shown(ops)}."
+        f"function (array, axis) -> array, got {shown(ops)}. Fix: pass one of these, or leave it out."
     )
 
 
