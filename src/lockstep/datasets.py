@@ -107,7 +107,9 @@ def _folder(name: str, environment: Mapping[str, str]) -> Path | None:
     root = environment.get("LOCKSTEP_DATA")
     folder = Path(root) / name if root else None
     if folder and not folder.is_dir():
-        raise FileNotFoundError(f"LOCKSTEP_DATA={root} has no folder {name!r}; unset it to have Keras fetch the data.")
+        raise FileNotFoundError(
+            f"LOCKSTEP_DATA={root} has no folder {name!r}. Fix: put the files there, or unset LOCKSTEP_DATA to have Keras fetch them."
+        )
     return folder
 
 
@@ -136,7 +138,9 @@ def _idx(path: Path) -> np.ndarray:
     content = gzip.decompress(path.read_bytes())
     axes = content[3]
     if content[:3] != b"\x00\x00\x08":
-        raise ValueError(f"{path} is not an IDX file of bytes: it begins with {content[:4].hex()}, expected 000008..")
+        raise ValueError(
+            f"{path} is not an IDX file of bytes: it begins with {content[:3].hex()}, expected 000008. Fix: download it again."
+        )
     shape = np.frombuffer(content, ">i4", axes, offset=4)
     return np.frombuffer(content, np.uint8, offset=4 + 4 * axes).reshape(shape)
 

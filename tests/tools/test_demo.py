@@ -49,7 +49,8 @@ def test_a_folder_without_the_data_ends_with_one_line(tmp_path, capsys, monkeypa
     monkeypatch.setenv("LOCKSTEP_DATA", str(tmp_path))
     assert cli.main(["demo", "--data", "mnist", "--output", str(tmp_path / "out")]) == 2
     assert capsys.readouterr().err == (
-        f"lockstep demo: LOCKSTEP_DATA={tmp_path} has no folder 'mnist'; unset it to have Keras fetch the data.\n"
+        f"lockstep demo: LOCKSTEP_DATA={tmp_path} has no folder 'mnist'. Fix: put the files there, or unset LOCKSTEP_DATA to have "
+        "Keras fetch them.\n"
     )
 
 

@@ -197,7 +197,7 @@ class FitWrapper:
         given = options | {"pending": self._pending_of, "steps_per_epoch": steps}
         source = make_source(*data, **given)
         if source.num_batches == 0:
-            raise InputError(f"{argument}: the {source.name} has no batches.")
+            raise InputError(f"{argument}: the {source.name} has no batches. Fix: give it at least one.")
         name = source.name if argument == "x" else f"{source.name} of {argument}"
         is_compiled = trainer.is_compiled(model)
         if is_fit and self._options.cache:
@@ -300,7 +300,9 @@ def _check_callbacks(name: str, callbacks: Any) -> None:
         check_depth(name, callbacks)
         for callback in _as_list(callbacks):
             if not callable(getattr(callback, "set_model", None)):
-                raise OptionError(f"{name}: expected keras.callbacks.Callback objects, got {shown(callback)}.")
+                raise OptionError(
+                    f"{name}: expected keras.callbacks.Callback objects, got {shown(callback)}. Fix: derive its class from Callback."
+                )
 
 
 def callbacks_in(arguments: Mapping[str, Any]) -> list[Any]:
@@ -318,7 +320,9 @@ def _check_validation(name: str, given: dict[str, Any]) -> None:
     if data is None and truth(f"{name}: validation_split", split):
         share = real_number(f"{name}: validation_split", split, what="a share of the rows")
         if share >= 1:
-            raise OptionError(f"{name}: validation_split: expected a share of the rows below 1, got {shown(split)}.")
+            raise OptionError(
+                f"{name}: validation_split: expected a share of the rows below 1, got {shown(split)}. Fix: pass a number such as 0.2."
+            )
     elif data is None:
         return
     else:
@@ -326,7 +330,8 @@ def _check_validation(name: str, given: dict[str, Any]) -> None:
     frequency = given.get("validation_freq", 1)
     if not isinstance(frequency, (int, list)) or (not isinstance(frequency, list) and frequency == 0):
         raise OptionError(
-            f"{name}: validation_freq: expected a number of epochs or a list of epochs, got {shown(frequency)}."
+            f"{name}: validation_freq: expected a number of epochs or a list of epochs, got {shown(frequency)}. Fix: pass an int from 1, or "
+            "a list of ints."
         )
 
 
@@ -380,7 +385,9 @@ def _explained_without_batches(name: str, opened: KerasInput) -> Iterator[None]:
         is_of_user = not innermost.f_globals.get("__name__", "").startswith(("keras.", "lockstep."))
         if opened.total_taken or is_of_user:
             raise
-        raise InputError(f"{name}: x: the {opened.name} has no batches.") from error
+        raise InputError(
+            f"{name}: x: the {opened.name} has no batches. Fix: give it at least one; make one that has ended anew for each call."
+        ) from error
 
 
 @contextmanager

@@ -260,7 +260,7 @@ class GeneratorSource(_LeftoverSource):
             if not isinstance(batch, tuple):
                 raise InputError(
                     f"The {self.name} must yield tuples: (inputs,), (inputs, targets) or (inputs, targets, sample_weights). "
-                    f"It yielded a {type(batch).__name__}."
+                    f"It yielded a {type(batch).__name__}. Fix: yield a tuple, also of inputs alone: (inputs,)."
                 )
             yield batch
 
@@ -437,8 +437,10 @@ def check_data(argument: str, data: Any, *, is_arrays: bool = False, may_be_empt
     check_depth(argument, data)
     leaves = [leaf for leaf in keras.tree.flatten(data) if leaf is not None]
     if not leaves:
-        missing = "" if data is None else " An input that is not optional needs an array."
-        raise InputError(f"{argument}: expected arrays, or an object that yields batches, got {shown(data)}.{missing}")
+        fix = "pass one of these" if data is None else "pass an array for each input that is not optional"
+        raise InputError(
+            f"{argument}: expected arrays, or an object that yields batches, got {shown(data)}. Fix: {fix}."
+        )
     for leaf in leaves:
         is_array = isinstance(leaf, np.ndarray | np.generic | jax.Array)
         if isinstance(leaf, type):
@@ -448,7 +450,9 @@ def check_data(argument: str, data: Any, *, is_arrays: bool = False, may_be_empt
         if isinstance(leaf, (bool, int, float, complex, str, bytes)):
             raise InputError(f"{argument}: expected arrays, got {shown(data)}. Fix: convert lists with numpy.asarray.")
         if is_arrays and not is_array and not (trainer.can_convert_arrays(leaf) and getattr(leaf, "shape", None)):
-            raise InputError(f"{argument}: expected arrays (rows, …), got a {type(leaf).__name__}: {shown(leaf)}.")
+            raise InputError(
+                f"{argument}: expected arrays (rows, …), got a {type(leaf).__name__}: {shown(leaf)}. Fix: convert it with numpy.asarray."
+            )
         if isinstance(leaf, np.ma.MaskedArray):
             raise InputError(
                 f"{argument}: expected arrays, got a masked array, whose masked values would be used. Fix: array.filled(value), and a "
@@ -515,7 +519,8 @@ def make_tree_source(dataset: Any, argument: str = "dataset") -> InputSource:
     if callable(dataset):
         return CallableSource(dataset)
     raise InputError(
-        f"{argument}: expected an iterable of batches, a keras.utils.PyDataset or a function step -> batch. Got {shown(dataset)}."
+        f"{argument}: expected an iterable of batches, a keras.utils.PyDataset or a function step -> batch, got {shown(dataset)}. Fix: pass "
+        "one of these, such as a list of batches."
     )
 
 
