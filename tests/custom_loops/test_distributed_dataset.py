@@ -252,7 +252,7 @@ def test_a_cache_is_refused_and_so_is_what_yields_nothing():
     strategy = make(2)
     with pytest.raises(lockstep.OptionError, match=r"cache='memory'.*is for fit"):
         strategy.experimental_distribute_dataset([np.ones(2)], lockstep.InputOptions(cache="memory"))
-    with pytest.raises(lockstep.InputError, match=r"what dataset_fn returns: expected an iterable of batches.*Got 7"):
+    with pytest.raises(lockstep.InputError, match=r"what dataset_fn returns: expected an iterable of batches.*got 7"):
         strategy.distribute_datasets_from_function(lambda context: 7)
 
 

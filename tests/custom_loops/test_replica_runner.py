@@ -361,7 +361,9 @@ def test_reduce_follows_tf_distribute():
     assert float(strategy.reduce("MEAN", 1.5, axis=None)) == 1.5
     with pytest.raises(lockstep.OptionError, match="reduce_op"):
         strategy.reduce("MAX", value, axis=0)
-    with pytest.raises(lockstep.InputError, match=r"axis 1 is not one of a value of shape \(3,\)\. Axes count from 0"):
+    with pytest.raises(
+        lockstep.InputError, match=r"axis 1 is not one of a value of shape \(3,\)\. Fix: count axes from 0"
+    ):
         strategy.reduce("SUM", value, axis=1)
 
 

@@ -408,7 +408,8 @@ def gather_trees(tree: Any, gather: Callable[[Any], list[Any]]) -> list[Any]:
         encoded = encode_tree(_as_plain_containers(tree), "", arrays)
     except TypeError as error:
         raise InputError(
-            f"distribute_datasets_from_function: a batch that is sent to other workers must hold numbers, got {error}."
+            f"distribute_datasets_from_function: a batch that is sent to other workers must hold numbers, got {error}. Fix: turn it into "
+            "arrays in dataset_fn."
         ) from None
     text = base64.b64encode(b"".join(map(array_bytes, arrays.values()))).decode()
     headers = gather([encoded, describe_arrays(arrays), len(text)])

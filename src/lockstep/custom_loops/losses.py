@@ -80,14 +80,18 @@ def _numbers(name: str, value: Any) -> jax.Array:
     try:
         return jnp.asarray(value_of(value))
     except (TypeError, ValueError):  # For example lists of different lengths.
-        raise InputError(f"compute_average_loss: {name}: expected one array, got {shown(value)}.") from None
+        raise InputError(
+            f"compute_average_loss: {name}: expected one array, got {shown(value)}. Fix: make it one with jnp.stack or jnp.concatenate."
+        ) from None
 
 
 def _weights_of(losses: jax.Array, weights: jax.Array) -> jax.Array:
     """Return weights with as many axes as the losses, of their dtype."""
     shape = losses.shape
     if jnp.iscomplexobj(weights) and not jnp.iscomplexobj(losses):
-        raise InputError(f"compute_average_loss: sample_weight: expected real numbers, got {weights.dtype}.")
+        raise InputError(
+            f"compute_average_loss: sample_weight: expected real numbers, got {weights.dtype}. Fix: pass their real part."
+        )
     if weights.ndim > 1 and weights.shape[-1] == 1 and weights.shape != shape[: weights.ndim]:
         weights = weights[..., 0]
     if weights.shape != shape[: weights.ndim]:

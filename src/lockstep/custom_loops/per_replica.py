@@ -212,10 +212,11 @@ def _times(value: jax.Array, replicas: int) -> jax.Array:
 def check_axis(what: str, shape: Sequence[int], axis: int) -> None:
     """Refuse an axis that a value does not have."""
     if isinstance(axis, bool) or not isinstance(axis, (int, np.integer)):
-        raise InputError(f"{what}: expected the number of an axis, got {shown(axis)}.")
+        raise InputError(f"{what}: expected the number of an axis, got {shown(axis)}. Fix: pass an int, such as 0.")
     if not -len(shape) <= axis < len(shape):
         raise InputError(
-            f"{what}: axis {shown(axis)} is not one of a value of shape {tuple(shape)}. Axes count from 0, and from -1 backwards."
+            f"{what}: axis {shown(axis)} is not one of a value of shape {tuple(shape)}. Fix: count axes from 0, or "
+            "backwards from -1; a number has none."
         )
 
 
@@ -234,9 +235,14 @@ def check_arrays(what: str, tree: Any) -> None:
         value = value_of(node)
         is_text = isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in NON_NUMERIC_KINDS
         if isinstance(value, int) and not fits_jax(value):
-            raise InputError(f"{what}: expected numbers that JAX's integers can hold, got {shown(value)}.")
+            raise InputError(
+                f"{what}: expected numbers that JAX's integers can hold, got {shown(value)}. Fix: pass it as a float."
+            )
         if is_text or not is_value(value):
-            raise InputError(f"{what}: expected arrays and numbers, got {shown(node):.60}, a {type(node).__name__}.")
+            raise InputError(
+                f"{what}: expected arrays and numbers, got {shown(node):.60}, a {type(node).__name__}. Fix: leave it out, or turn it into "
+                "numbers."
+            )
 
 
 def fits_jax(number: int) -> bool:

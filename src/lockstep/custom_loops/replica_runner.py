@@ -83,7 +83,8 @@ def _cotangents(cotangents: Any, *values: Any, sync_point: SyncPoint, outputs: A
 
 def _refuse_vmap(*_: Any, sync_point: SyncPoint, **__: Any) -> Any:
     raise ModelError(
-        f"{sync_point.name} cannot be used inside jax.vmap: all replicas must reach it once, at the same point."
+        f"{sync_point.name} cannot be used inside jax.vmap: all replicas must reach it once, at the same point. Fix: call it outside of "
+        "the function that jax.vmap maps."
     )
 
 
@@ -384,7 +385,9 @@ def _identity(constant: Any) -> tuple[Any, ...]:
 
 
 def _refuse_nested(where: str) -> Any:
-    raise ModelError(f"strategy.run: replicas cannot sync {where}: all of them must sync once, at the same point.")
+    raise ModelError(
+        f"strategy.run: replicas cannot sync {where}: all of them must sync once, at the same point. Fix: sync before or after it."
+    )
 
 
 _TRACER_ERRORS = (
