@@ -67,7 +67,8 @@ def test_nobody_who_comes_late_harms_a_job_that_is_complete():
 def test_another_start_of_the_job_is_told_apart():
     older = an_admission().validate(a_peer(1, generation=1, identity={}))
     assert (
-        "is left over from start 1 of the job, the chief (node0, process 70) is of start 2: end it." in older.sentence
+        "is left over from start 1 of the job, the chief (node0, process 70) is of start 2. Fix: end it."
+        in older.sentence
     )
     assert not older.everyone
     assert not older.again

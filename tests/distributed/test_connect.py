@@ -65,8 +65,8 @@ def test_a_worker_with_another_identity_is_named_to_all():
     with ThreadedJob(3, each) as job:
         assert len(job.errors) == 3
         assert sentences(job) == {
-            f"""worker 2 of 3 ({ME}) differs from the chief ({ME}) in 'script.digest': it has "abc", the chief "abd". All """
-            f"""workers need the same."""
+            f"""worker 2 of 3 ({ME}) differs from the chief ({ME}) in 'script.digest': it has "abc", the chief "abd". """
+            "Fix: give all workers the same."
         }
 
 
@@ -77,7 +77,7 @@ def test_two_workers_with_one_index_are_named_to_all():
     with job:
         assert len(job.errors) == 3
         assert sentences(job) == {
-            f"Two processes say that they are worker 1 of 3: {ME} and {ME}: start each worker once, with an index of its own."
+            f"Two processes say that they are worker 1 of 3: {ME} and {ME}. Fix: start each worker once, with its own index."
         }
 
 
@@ -89,7 +89,7 @@ def test_a_worker_with_another_count_is_named_to_all():
     with job:
         assert len(job.errors) == 3
         (sentence,) = sentences(job)
-        assert f"of 3 ({ME}) was started with 3 workers, the chief ({ME}) with 2 workers: start all" in sentence
+        assert f"of 3 ({ME}) was started with 3 workers, the chief ({ME}) with 2 workers. Fix: start all" in sentence
 
 
 @pytest.mark.slow
@@ -120,8 +120,8 @@ def test_the_missing_are_named_by_all_with_their_addresses_in_time():
     began = time.monotonic()
     with job:
         assert sentences(job) == {
-            f"worker 1 of 4 (127.0.0.2:12421) and worker 3 of 4 (127.0.0.4:12421) did not join within 4 s: are they started, and can "
-            f"{job.coordinator} be reached from there?"
+            f"worker 1 of 4 (127.0.0.2:12421) and worker 3 of 4 (127.0.0.4:12421) did not join within 4 s. Fix: check that they are "
+            f"started, and can reach {job.coordinator}."
         }
         assert {error.exit_code for error in job.errors.values()} == {75}
     assert time.monotonic() - began > 4
@@ -133,7 +133,7 @@ def test_a_worker_that_may_be_on_another_machine_is_told_how_to_reach_the_chief(
         assert "did not join within 1.5 s" in str(job.errors[0])
         # Its workers may be on other machines, as their addresses are not known.
         assert str(job.errors[0]).endswith(
-            "Other machines cannot reach it: give lockstep run --coordinator host:port, or else set "
+            f"Fix: check that it is started, and can reach {job.coordinator}. Other machines cannot reach it: give lockstep run --coordinator host:port, or else set "
             "LOCKSTEP_COORDINATOR=host:port on each worker."
         )
 
@@ -251,7 +251,7 @@ def test_a_worker_that_goes_away_before_the_start_is_named_to_the_others():
     for thread in (chief, worker):
         thread.join(DEADLINE)
     assert sentences(job) == {
-        "worker 2 of 3 (node2, process 77) went away before all workers had joined: its connection closed."
+        "worker 2 of 3 (node2, process 77) went away before all workers had joined: its connection closed. Fix: see the end of its output."
     }
     job.__exit__()
 

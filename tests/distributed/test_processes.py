@@ -257,7 +257,7 @@ def test_a_worker_that_never_starts_is_named_by_all(start):
     for worker in workers:
         code, said = worker.end(), worker.said
         assert code == 75
-        assert "worker 1 of 3 did not join within 3 s: is it started, and can 127." in said
+        assert "worker 1 of 3 did not join within 3 s. Fix: check that it is started, and can reach 127." in said
         assert re.search(r"waiting for worker 1 of 3, \d+ s", said)
 
 

@@ -227,7 +227,8 @@ def _gather_over_jax(own: dict[str, Any], what: str, limit: float, log: Log) -> 
     (every,) = found
     if isinstance(every, Exception):
         raise ClusterError(
-            f"process {me} of {count} of JAX: {what} was not exchanged with {others}: {every}", PEER_LOST
+            f"process {me} of {count} of JAX: {what} was not exchanged with {others}: {every}. Fix: see what they print.",
+            PEER_LOST,
         ) from every
     return [json.loads(bytes(row).decode()) for row in every]
 

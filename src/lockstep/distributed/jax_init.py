@@ -95,7 +95,8 @@ def _initialize(group: WorkerGroup, service: str, gpus: list[int] | None, bind_a
         )
     except RuntimeError as error:
         raise ClusterError(
-            f"{group.name}: JAX cannot start over the processes of the job at {service}: {error}"
+            f"{group.name}: JAX cannot start over the processes of the job at {service}: {error}. Fix: check that all "
+            "workers reach that address."
         ) from error
 
 

@@ -14,7 +14,7 @@ import jax
 import keras
 import numpy as np
 
-from lockstep._errors import ClusterError, DeviceError, ModelError
+from lockstep._errors import ClusterError, DeviceError, ModelError, without_fix
 from lockstep._logging import capitalized, counted
 from lockstep.devices.cpu_devices import check_thread_pool, usable_cores
 from lockstep.devices.host_memory import HostMemory, host_memory, returned_memory_reason, size_text
@@ -297,7 +297,7 @@ def _own_port(peer: ClusterPeer, network: NetworkOptions) -> Iterator[Finding]:
             "port-not-free",
             f"{peer.name}, which is this process, cannot listen at {peer.address}",
             "the cluster",
-            str(error).rstrip("."),
+            without_fix(error),
             "Stop the process that uses the port, or use another port in all processes of the job",
         )
 

@@ -31,7 +31,7 @@ def test_another_number_of_workers(job):
     ]
     for said in ends(processes):
         assert f"worker 1 of 3 ({HOST}, process {processes[1].pid}) was started with 3 workers, the chief (" in said
-        assert "with 2 workers: start all with the same number." in said
+        assert "with 2 workers. Fix: start all with the same number." in said
 
 
 @pytest.mark.slow

@@ -36,7 +36,7 @@ def split_address(where: str, address: object) -> tuple[str, int]:
     if match is None or not 0 < int(match["port"]) <= MAX_PORT or not _has_labels(match["host"]):
         raise ClusterError(
             f"{where}: expected an address such as 'worker-0:12421' or '[fd00::7]:12421', with a port of 1 to "
-            f"{MAX_PORT}, got {shown(address)}."
+            f"{MAX_PORT}, got {shown(address)}. Fix: write it as host:port."
         )
     return match["six"] or match["host"], int(match["port"])
 

@@ -106,7 +106,7 @@ class NetworkOptions:
         """
         is_open = environ.get(OPEN, "")
         if is_open not in ("", "0", "1"):
-            raise ClusterError(f"{OPEN}: expected 1, 0 or nothing, got {is_open!r}.")
+            raise ClusterError(f"{OPEN}: expected 1, 0 or nothing, got {is_open!r}. Fix: set it to 1, or unset it.")
         return cls(read_secret(environ), is_open == "1", environ.get(BIND, "").strip() or None)
 
 

@@ -49,10 +49,14 @@ class ClusterSpec:
     def __init__(self, cluster: "Jobs | ClusterSpec") -> None:
         jobs = cluster.as_dict() if isinstance(cluster, ClusterSpec) else cluster
         if not isinstance(jobs, Mapping):
-            raise ClusterError(f"cluster: expected a dict of jobs such as {{'worker': ['a:2222']}}, got {shown(jobs)}.")
+            raise ClusterError(
+                f"cluster: expected a dict of jobs such as {{'worker': ['a:2222']}}, got {shown(jobs)}. Fix: give each job a list of addresses."
+            )
         self._tasks = {job: _parse_tasks(job, tasks) for job, tasks in jobs.items()}
         if not any(self._tasks.values()):
-            raise ClusterError(f"cluster: expected at least one task, got {shown(dict(jobs))}.")
+            raise ClusterError(
+                f"cluster: expected at least one task, got {shown(dict(jobs))}. Fix: add the address of a worker."
+            )
         _check_distinct(self._tasks)
 
     @property
@@ -112,7 +116,9 @@ class ClusterSpec:
         """
         tasks = self._of(job_name)
         if not isinstance(task_index, Integral) or isinstance(task_index, bool) or task_index not in tasks:
-            raise ClusterError(f"cluster: {job_name} has the indices {list(tasks)}, not {shown(task_index)}.")
+            raise ClusterError(
+                f"cluster: {job_name} has the indices {list(tasks)}, not {shown(task_index)}. Fix: pass one of these."
+            )
         return tasks[task_index]
 
     def job_tasks(self, job_name: str) -> list[str | None]:
@@ -132,7 +138,9 @@ class ClusterSpec:
 
     def _of(self, job_name: str) -> dict[int, str]:
         if not isinstance(job_name, str) or job_name not in self._tasks:
-            raise ClusterError(f"cluster: there is no job {shown(job_name)}; there are: {', '.join(self._tasks)}.")
+            raise ClusterError(
+                f"cluster: there is no job {shown(job_name)}; there are: {', '.join(self._tasks)}. Fix: pass one of these."
+            )
         return self._tasks[job_name]
 
     def __eq__(self, other: object) -> bool:
@@ -147,24 +155,32 @@ class ClusterSpec:
 def _parse_tasks(job: str, tasks: Any) -> dict[int, str]:
     """Return a dict from index to address, with ascending indices."""
     if job not in JOBS:
-        raise ClusterError(f"cluster: unknown job {shown(job)}; expected one of {', '.join(JOBS)}.")
+        raise ClusterError(
+            f"cluster: unknown job {shown(job)}; expected one of {', '.join(JOBS)}. Fix: call it by one of these names."
+        )
     if isinstance(tasks, Mapping):
         found = dict(sorted((_parse_index(job, index), address) for index, address in tasks.items()))
     elif isinstance(tasks, Sequence) and not isinstance(tasks, str):
         found = dict(enumerate(tasks))
     else:
-        raise ClusterError(f"cluster: {job}: expected a list of addresses such as ['a:2222'], got {shown(tasks)}.")
+        raise ClusterError(
+            f"cluster: {job}: expected a list of addresses such as ['a:2222'], got {shown(tasks)}. Fix: put them into a list."
+        )
     for index, address in found.items():
         split_address(f"cluster: {job} {index}", address)
     if job in SINGLE_JOBS and len(found) > 1:
-        raise ClusterError(f"cluster: expected one {job} at most, got {len(found)}: {', '.join(found.values())}.")
+        raise ClusterError(
+            f"cluster: expected one {job} at most, got {len(found)}: {', '.join(found.values())}. Fix: keep one of them."
+        )
     return found
 
 
 def _parse_index(job: str, index: Any) -> int:
     """Return an index, which may be a text, as keys of JSON are."""
     if isinstance(index, bool) or not (isinstance(index, int) or (isinstance(index, str) and index.isdecimal())):
-        raise ClusterError(f"cluster: {job}: expected whole numbers as indices, got {shown(index)}.")
+        raise ClusterError(
+            f"cluster: {job}: expected whole numbers as indices, got {shown(index)}. Fix: number the tasks from 0."
+        )
     return int(index)
 
 
@@ -256,25 +272,31 @@ class WorkerGroup:
             if not (texts is None and name == "addresses") and not (
                 isinstance(texts, tuple) and all(isinstance(text, str) for text in texts)
             ):
-                raise OptionError(f"{self.source}: {name}: expected a tuple of texts, got {shown(texts)}.")
+                raise OptionError(
+                    f"{self.source}: {name}: expected a tuple of texts, got {shown(texts)}. Fix: pass a tuple of str."
+                )
 
     def _check_numbers(self) -> None:
         if self.workers < 1:
-            raise ClusterError(f"{self.source}: expected at least 1 worker, got {self.workers}.")
+            raise ClusterError(
+                f"{self.source}: expected at least 1 worker, got {self.workers}. Fix: count this process, too."
+            )
         if not 0 <= self.index < self.workers:
             raise ClusterError(
-                f"{self.source}: index: {self.workers} workers have the indices 0 to {self.workers - 1}; got {self.index}."
+                f"{self.source}: index: {self.workers} workers have the indices 0 to {self.workers - 1}; got {self.index}. Fix: number them from 0."
             )
         if not 0 <= self.local_index < self.local_workers <= self.workers:
             raise ClusterError(
                 f"{self.source}: local_index, local_workers: this process is number {self.local_index} of {self.local_workers} on its machine, of "
-                f"{self.workers} in all; expected numbers that count from 0, and no more here than in all."
+                f"{self.workers} in all; expected numbers that count from 0, and no more here than in all. Fix: number the processes of each "
+                "machine from 0."
             )
 
     def _check_addresses(self, addresses: tuple[str, ...]) -> None:
         if len(addresses) != self.workers or addresses[0] != self.coordinator:
             raise ClusterError(
-                f"{self.source}: expected {self.workers} addresses, {self.coordinator} first, got {list(addresses)}."
+                f"{self.source}: expected {self.workers} addresses, {self.coordinator} first, got {list(addresses)}. Fix: list those of all "
+                "workers in their order."
             )
         for index, address in enumerate(addresses):
             host, _ = split_address(f"{self.source}: worker {index}", address)
@@ -391,11 +413,13 @@ def _check_task(source: str, spec: ClusterSpec, job: str | None, index: int | No
         return training[0], spec.task_indices(training[0])[0]
     if job is None or index is None:
         raise ClusterError(
-            f"{source}: the task is missing; expected the type and index of this process, such as 'worker' and 0, as the "
-            f"cluster has {', '.join(f'{spec.num_tasks(name)} {name}' for name in spec.jobs)}."
+            f"{source}: the task is missing; expected the type and index of this process, as the cluster has "
+            f"{', '.join(f'{spec.num_tasks(name)} {name}' for name in spec.jobs)}. Fix: give both, such as 'worker' and 0."
         )
     if job not in JOBS:
-        raise ClusterError(f"{source}: unknown task type {shown(job)}; expected one of {', '.join(JOBS)}.")
+        raise ClusterError(
+            f"{source}: unknown task type {shown(job)}; expected one of {', '.join(JOBS)}. Fix: give one of these names."
+        )
     listed = spec.task_indices(job) if job in spec.jobs else []
     if (
         not isinstance(index, Integral)
@@ -403,9 +427,14 @@ def _check_task(source: str, spec: ClusterSpec, job: str | None, index: int | No
         or (index not in listed and (job != "evaluator" or listed))
     ):
         has = f"{job} {', '.join(map(str, listed))}" if listed else f"no {job}, only {', '.join(spec.jobs)}"
-        raise ClusterError(f"{source}: this process is {job} {shown(index)}, but the cluster has {has}.")
+        raise ClusterError(
+            f"{source}: this process is {job} {shown(index)}, but the cluster has {has}. Fix: add its address to the cluster, or correct its "
+            "type and index."
+        )
     if not training:
-        raise ClusterError(f"{source}: no process trains: expected a chief or a worker in the cluster, got {spec!r}.")
+        raise ClusterError(
+            f"{source}: no process trains: expected a chief or a worker in the cluster, got {spec!r}. Fix: add the address of a worker."
+        )
     return job, int(index)
 
 
@@ -413,7 +442,9 @@ def _count_tasks(source: str, spec: ClusterSpec, job: str) -> int:
     """Return the number of tasks of a job; ClusterError if one of them has no address."""
     if None in spec.job_tasks(job):
         missing = spec.job_tasks(job).index(None)
-        raise ClusterError(f"{source}: {job} {missing} has no address; expected those of all that train, got {spec!r}.")
+        raise ClusterError(
+            f"{source}: {job} {missing} has no address; expected those of all that train, got {spec!r}. Fix: add it."
+        )
     return spec.num_tasks(job)
 
 

@@ -38,7 +38,9 @@ def _read_secret_file(name: str) -> bytes:
     except OSError as error:
         raise ClusterError(f"{SECRET_FILE}: {error}. Fix: name a file that this process can read.") from None
     if len(secret) > _MAX_SECRET_BYTES:
-        raise ClusterError(f"{SECRET_FILE}: expected a file of at most {_MAX_SECRET_BYTES} bytes, got {name!r}.")
+        raise ClusterError(
+            f"{SECRET_FILE}: expected a file of at most {_MAX_SECRET_BYTES} bytes, got {name!r}. Fix: name a file that has the secret alone."
+        )
     if mode & stat.S_IROTH:
         raise ClusterError(
             f"{SECRET_FILE}: every user of this machine can read {name!r}. Fix: chmod 600 {Path(name).name}; for a volume of "

@@ -49,12 +49,12 @@ class Admission:
         if peer.workers != self._group.workers:
             return JoinRejection(
                 f"{peer} was started with {counted(peer.workers, 'worker')}, the chief ({self._chief.process}) with "
-                f"{counted(self._group.workers, 'worker')}: start all with the same number.",
+                f"{counted(self._group.workers, 'worker')}. Fix: start all with the same number.",
                 everyone=not self.is_complete,
             )
         if not 0 <= peer.index < self._group.workers:
             return JoinRejection(
-                f"{peer} has no place: the indices of {counted(peer.workers, 'worker')} are 0 to {peer.workers - 1}.",
+                f"{peer} has no place: the indices of {counted(peer.workers, 'worker')} are 0 to {peer.workers - 1}. Fix: number them from 0.",
                 everyone=not self.is_complete,
             )
         return self._check_duplicate(peer) or self._check_identity(peer)
@@ -74,7 +74,7 @@ class Admission:
             )
         return JoinRejection(
             f"{peer} is left over from start {peer.generation} of the job, the chief ({self._chief.process}) is of start "
-            f"{ours}: end it."
+            f"{ours}. Fix: end it."
         )
 
     def _check_duplicate(self, peer: Peer) -> JoinRejection | None:
@@ -82,8 +82,8 @@ class Admission:
         if first is None:
             return None
         return JoinRejection(
-            f"Two processes say that they are worker {peer.index} of {peer.workers}: {first.process} and {peer.process}: "
-            f"start each worker once, with an index of its own.",
+            f"Two processes say that they are worker {peer.index} of {peer.workers}: {first.process} and {peer.process}. "
+            "Fix: start each worker once, with its own index.",
             everyone=not self.is_complete,
             again=self.is_complete,  # The first may be lost, and its connection not closed yet: its machine was reset.
         )
@@ -94,7 +94,7 @@ class Admission:
             return None
         entry, here, there = found
         return JoinRejection(
-            f"{peer} differs from the chief ({self._chief.process}) in {entry!r}: it has {here}, the chief {there}. All "
-            f"workers need the same.",
+            f"{peer} differs from the chief ({self._chief.process}) in {entry!r}: it has {here}, the chief {there}. Fix: "
+            "give all workers the same.",
             everyone=True,
         )

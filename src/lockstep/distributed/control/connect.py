@@ -151,7 +151,9 @@ class _Join:
             return self._wait_for_welcome(connection)
         except HandshakeError as error:
             connection.close()
-            raise ClusterError(f"{self.group.name} cannot join {self._chief} {error}.") from None
+            raise ClusterError(
+                f"{self.group.name} cannot join {self._chief}: {error}. Fix: give all workers the same secret and the same Lockstep."
+            ) from None
         except BaseException:
             connection.close()
             raise
@@ -174,7 +176,9 @@ class _Join:
                 raise RetryableConnectError(connection.ended)
             elif connection.ended is not None or self.clock() - heard > self.limits.timeout:
                 what = connection.ended or f"it sent nothing for {self.limits.timeout:g} s"
-                raise ClusterError(f"{self._chief}, went away before all had joined: {what}.", PEER_LOST)
+                raise ClusterError(
+                    f"{self._chief}, went away before all had joined: {what}. Fix: see what it prints.", PEER_LOST
+                )
 
     def _handle(self, message: dict[str, Any]) -> None:
         if message["kind"] == "heartbeat" and START in message["missing"]:

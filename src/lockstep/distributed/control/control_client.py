@@ -183,7 +183,8 @@ class ControlClient:
             raise ClusterError(self.failure.sentence, self.failure.exit_code)
         if not self.is_open:
             raise ClusterError(
-                "This control client is closed: the worker has left the job, or this is a process that it has forked."
+                "This control client is closed: the worker has left the job, or this is a process that it has forked. Fix: use the strategy only in "
+                "the process that made it."
             )
 
     def fail(self, summary: str) -> None:

@@ -274,8 +274,8 @@ class ControlServer:
         may_be_elsewhere = self._group.addresses is None and is_loopback(host_of(coordinator))
         hint = f" Other machines cannot reach it: {_REACHABLE}." if may_be_elsewhere else ""
         return JoinRejection(
-            f"{listed(missing)} did not join within {self._limits.timeout:g} s: {'are they' if missing[1:] else 'is it'} "
-            f"started, and can {coordinator} be reached from there?{hint}{rejected}",
+            f"{listed(missing)} did not join within {self._limits.timeout:g} s.{rejected} Fix: check that "
+            f"{'they are' if missing[1:] else 'it is'} started, and can reach {coordinator}.{hint}",
             exit_code=PEER_LOST,
         )
 
@@ -328,7 +328,7 @@ class ControlServer:
     def _closed(self, worker: _WorkerRecord) -> None:
         worker.closed = True
         if not self._started:
-            sentence = f"{worker.peer} went away before all workers had joined: {worker.connection.ended}."
+            sentence = f"{worker.peer} went away before all workers had joined: {worker.connection.ended}. Fix: see the end of its output."
             if self._rejection is None:
                 rejection = JoinRejection(sentence, everyone=True, exit_code=PEER_LOST)
                 self._cancel_start(rejection, self._group.workers)

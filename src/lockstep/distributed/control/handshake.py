@@ -477,7 +477,10 @@ def open_listener(
             return open_listener(coordinator, replace(network, bind_host=_ALL_ADDRESSES), log, who)
         place = f"port {port} of {host or 'this machine'}"
         variable = "" if network.bind_host is None else f" ({BIND})"
-        raise ClusterError(f"{capitalized(who)} cannot listen on {place}{variable}: {error}.") from None
+        raise ClusterError(
+            f"{capitalized(who)} cannot listen on {place}{variable}: {error}. Fix: use another port, or set {BIND} to an "
+            "address of this machine."
+        ) from None
     if network.secret is None and not is_loopback(host):
         log(
             f"{OPEN}=1: {who} listens on port {port} of {host or 'all addresses'} without a secret. Each process that reaches that port can read "

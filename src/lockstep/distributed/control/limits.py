@@ -29,5 +29,5 @@ class Limits:
         if not least <= self.timeout <= self.long:
             raise OptionError(
                 f"timeout_seconds, long_seconds: expected {least:g} or more, and the second no less than the first, as "
-                f"heartbeats come each {HEARTBEAT_SECONDS:g} s; got {self.timeout:g} and {self.long:g}."
+                f"heartbeats come each {HEARTBEAT_SECONDS:g} s; got {self.timeout:g} and {self.long:g}. Fix: raise them."
             )

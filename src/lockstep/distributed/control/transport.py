@@ -115,7 +115,9 @@ def encode(message: dict[str, Any], limit: int = MAX_BYTES) -> bytes:
     """
     text = as_text(message)
     if len(text) > limit:
-        raise OptionError(f"{len(text):,} bytes are too many for one message to other workers: at most {limit:,}.")
+        raise OptionError(
+            f"{len(text):,} bytes are too many for one message to other workers: at most {limit:,}. Fix: send less at once."
+        )
     return _LENGTH.pack(len(text)) + text
 
 
@@ -129,7 +131,9 @@ def as_text(value: Any) -> bytes:
     try:
         return json.dumps(value, separators=(",", ":")).encode()
     except (TypeError, ValueError, RecursionError) as error:
-        raise OptionError(f"Only values of JSON can be sent to other workers: {error}.") from None
+        raise OptionError(
+            f"Only values of JSON can be sent to other workers: {error}. Fix: send None, numbers and texts, in lists and dicts."
+        ) from None
 
 
 def body_length(header: bytes | bytearray, limit: int) -> int:

@@ -87,7 +87,7 @@ def resolve(
     check_environ(environ)
     for kind in sequence_of("resolvers", resolvers, _KINDS):
         if not (isinstance(kind, type) and issubclass(kind, EnvironmentResolver)):
-            raise OptionError(f"resolvers: expected {_KINDS}, got {shown(kind)}.")
+            raise OptionError(f"resolvers: expected {_KINDS}, got {shown(kind)}. Fix: pass classes.")
     present = [resolver for resolver in resolvers if resolver.is_present(environ)]
     present.sort(key=lambda resolver: not resolver._is_numbered(environ))
     if not present:

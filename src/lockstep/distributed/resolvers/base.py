@@ -224,7 +224,9 @@ def check_environ(environ: object) -> None:
     """
     given = instance_of(Mapping, "environ", environ, "a dict of environment variables")
     if not all(isinstance(text, str) for item in given.items() for text in item):
-        raise OptionError(f"environ: expected texts as names and values, got {shown(environ)}.")
+        raise OptionError(
+            f"environ: expected texts as names and values, got {shown(environ)}. Fix: convert both with str."
+        )
 
 
 def check_resolver(given: object) -> ClusterResolver:

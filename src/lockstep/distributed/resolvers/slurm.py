@@ -28,6 +28,7 @@ _NODE = re.compile(r"(?:[^\s,\[\]]|\[[^\s\[\]]+\])+")
 _LIST = re.compile(rf"{_NODE.pattern}(?:,{_NODE.pattern})*")
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?", re.ASCII)
 _COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?", re.ASCII)
+_FIX = "start the script with srun, which sets the variables of its tasks."
 _MAX_HOSTS = 65536  # Slurm's own limit for a range.
 Value = TypeVar("Value")
 Place = tuple[int, int]  # Number of the node in the step, number of the task on the node.
@@ -66,7 +67,7 @@ class SlurmClusterResolver(EnvironmentResolver):
         ("SLURM_NODEID", None),
         *((name, "1") for name, _ in _ALLOCATED),
     )
-    fix = "start the script with srun, which sets the variables of its tasks."
+    fix = _FIX
 
     @classmethod
     def is_present(cls, environ: Mapping[str, str]) -> bool:
@@ -181,7 +182,7 @@ def expand_node_list(text: str) -> tuple[str, ...]:
         ('a1', 'a2', 'a007', 'b', 'c08', 'c09', 'c10')
     """
     if not _LIST.fullmatch(text):
-        raise ClusterError(f"expected a node list such as 'n[1-3,07],login', got {text!r}.")
+        raise ClusterError(f"expected a node list such as 'n[1-3,07],login', got {text!r}. Fix: {_FIX}")
     hosts: list[str] = []
     for node in _NODE.findall(text):
         pieces = re.findall(r"\[[^\]]+\]|[^\[]+", node)
@@ -201,7 +202,7 @@ def expand_counts(text: str) -> tuple[int, ...]:
     found: list[int] = []
     for match in matches:
         if match is None:
-            raise ClusterError(f"expected numbers such as '2(x3),1', got {text!r}.")
+            raise ClusterError(f"expected numbers such as '2(x3),1', got {text!r}. Fix: {_FIX}")
         repeated = int(match[2] or 1)
         _check_count(len(found) + repeated, text)
         found += [int(match[1])] * repeated
@@ -214,7 +215,9 @@ def _expand_ranges(ranges: str, text: str) -> list[str]:
         match = _RANGE.fullmatch(piece)
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
         if match is None or first > last:
-            raise ClusterError(f"expected a range that rises, such as '1-3', got {piece!r} in the node list {text!r}.")
+            raise ClusterError(
+                f"expected a range that rises, such as '1-3', got {piece!r} in the node list {text!r}. Fix: {_FIX}"
+            )
         _check_count(len(found) + last - first + 1, text)
         found += [str(number).zfill(len(match[1])) for number in range(first, last + 1)]
     return found
@@ -222,4 +225,4 @@ def _expand_ranges(ranges: str, text: str) -> list[str]:
 
 def _check_count(count: int, text: str) -> None:
     if count > _MAX_HOSTS:
-        raise ClusterError(f"expected at most {_MAX_HOSTS} nodes, got {count} or more in {text!r}.")
+        raise ClusterError(f"expected at most {_MAX_HOSTS} nodes, got {count} or more in {text!r}. Fix: {_FIX}")

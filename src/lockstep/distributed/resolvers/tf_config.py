@@ -93,24 +93,30 @@ def _parse(text: str) -> dict[str, Any]:
             "comma after the last item, as json.dumps does for a dict."
         ) from None
     except (ValueError, RecursionError) as error:
-        raise ClusterError(f"TF_CONFIG cannot be read as JSON: {error}.") from None
+        raise ClusterError(f"TF_CONFIG cannot be read as JSON: {error}. Fix: write it with json.dumps.") from None
     return _check_object(config, "TF_CONFIG")
 
 
 def _check_object(value: Any, name: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise ClusterError(f"TF_CONFIG: {name}: expected a JSON object {{…}}, got {json.dumps(value)}.")
+        raise ClusterError(
+            f"TF_CONFIG: {name}: expected a JSON object {{…}}, got {json.dumps(value)}. Fix: write it with json.dumps of a dict."
+        )
     return value
 
 
 def _task_type(task: dict[str, Any]) -> str:
     if not isinstance(task["type"], str):
-        raise ClusterError(f'TF_CONFIG: task type: expected a text such as "worker", got {json.dumps(task["type"])}.')
+        raise ClusterError(
+            f'TF_CONFIG: task type: expected a text such as "worker", got {json.dumps(task["type"])}. Fix: name a job of the cluster.'
+        )
     return task["type"]
 
 
 def _task_index(index: Any) -> int:
     """Return a task index, which may be a text, as in TensorFlow."""
     if isinstance(index, bool) or not (isinstance(index, int) or (isinstance(index, str) and index.isdecimal())):
-        raise ClusterError(f"TF_CONFIG: task index: expected a whole number from 0, got {json.dumps(index)}.")
+        raise ClusterError(
+            f"TF_CONFIG: task index: expected a whole number from 0, got {json.dumps(index)}. Fix: number the tasks of each job from 0."
+        )
     return int(index)
