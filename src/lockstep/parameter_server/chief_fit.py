@@ -160,7 +160,8 @@ class ChiefFit:
         if state is None and self._keras_state is not None:
             self._dispatcher.raise_failure()
             raise ClusterError(
-                "ParameterServerStrategy: the servers did not give the state after the last step.", PEER_LOST
+                "ParameterServerStrategy: the servers did not give the state after the last step. Fix: see what they print.",
+                PEER_LOST,
             )
         return state
 

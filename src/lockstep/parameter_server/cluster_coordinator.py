@@ -107,7 +107,7 @@ class PerWorkerDataset:
         if not callable(dataset) and not isinstance(dataset, Iterable):
             raise OptionError(
                 "dataset: expected an iterable of batches, or a function without arguments that makes one, got "
-                f"{shown(dataset)}."
+                f"{shown(dataset)}. Fix: pass an iterable, such as a list of batches."
             )
         self._dataset = dataset
 
@@ -218,7 +218,9 @@ class ClusterCoordinator:
         """
         function("schedule: fn", fn)
         if args is not None and not isinstance(args, (tuple, list)):
-            raise OptionError(f"schedule: args: expected a tuple or a list, got {shown(args)}.")
+            raise OptionError(
+                f"schedule: args: expected a tuple or a list, got {shown(args)}. Fix: write args=(value,)."
+            )
         given = tuple(args or ()), named_arguments("schedule: kwargs", kwargs)
         check_depth("schedule: args and kwargs", list(given))
         leaves = keras.tree.flatten(given)
@@ -307,6 +309,6 @@ def resolve_per_worker(arguments: Any) -> Any:
 
 def _value_of_each_worker() -> ScopeError:
     return ScopeError(
-        "PerWorkerValues stands for a value of each worker: pass it to ClusterCoordinator.schedule as an argument, and use it in the "
+        "PerWorkerValues stands for a value of each worker. Fix: pass it to ClusterCoordinator.schedule as an argument, and use it in the "
         "scheduled function."
     )

@@ -208,7 +208,7 @@ def encode_result(value: Any, source: str) -> dict[str, np.ndarray]:
         text = json.dumps(encode_tree(value, VALUE, arrays, _as_array))
     except TypeError as error:
         raise OptionError(
-            f"{source} returned {error}. What a scheduled function returns travels to the chief, so it may be None, numbers, "
+            f"{source} returned {error}. What a scheduled function returns travels to the chief. Fix: return None, numbers, "
             "strings and arrays, in dicts, lists and tuples."
         ) from None
     return {VALUE: np.frombuffer(text.encode(), np.uint8), **arrays}

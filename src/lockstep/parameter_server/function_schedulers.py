@@ -320,7 +320,7 @@ class WorkerScheduler(SchedulerBase):
         if "is_forgotten" in reached.what:
             raise ClusterError(
                 f"{self._context.role.name} has come too late: the chief no longer keeps the result of sync point {point} of the script, a "
-                "join, done, fetch or evaluate.",
+                "join, done, fetch or evaluate. Fix: start all processes of the job together.",
                 PEER_LOST,
             )
         return reached
@@ -403,7 +403,9 @@ class FunctionRunner:
     def newest_values(self) -> Iterator[None]:
         """Give the model the servers' newest values, and the chief's of what is not trained, while a context is open."""
         if (task := self._task) is None:
-            raise ScopeError("A model was evaluated after its scheduled function had ended.")
+            raise ScopeError(
+                "A model was evaluated after its scheduled function had ended. Fix: evaluate it before the function returns."
+            )
         trainable, others = self._model.trainable_variables, self._model.non_trainable_variables
         before = [variable.value for variable in (*trainable, *others)]
         versions = self._client.versions if self._client else None
@@ -427,7 +429,7 @@ class FunctionRunner:
         if [array.shape for array in arrays] != shapes:
             raise ModelError(
                 f"push: expected the gradients of the {len(shapes)} trainable variables of {model.name!r} in their order, of the shapes "
-                f"{shapes}, got {[array.shape for array in arrays]}."
+                f"{shapes}, got {[array.shape for array in arrays]}. Fix: differentiate by model.trainable_variables."
             )
         types = [variable.dtype for variable in model.trainable_variables]
         self._push_gradients([array.astype(dtype) for array, dtype in zip(arrays, types, strict=True)])
@@ -446,7 +448,10 @@ class FunctionRunner:
         if self._task is None:
             raise ScopeError(f"strategy.{method} is for scheduled functions. Fix: see lockstep.ClusterCoordinator.")
         if model is not self._model:
-            raise ModelError(f"{method}: servers have the variables of {self._model.name!r}, not of {model.name!r}.")
+            raise ModelError(
+                f"{method}: servers have the variables of {self._model.name!r}, not of {model.name!r}. Fix: pass the former, of which the chief "
+                "has called fit or schedule."
+            )
 
     def _pull_values(self, will_push: bool = True) -> tuple[Mapping[str, np.ndarray], int]:
         """Return the newest values, and the number of updates that made them."""
@@ -468,7 +473,9 @@ class FunctionRunner:
     def _train_step(self, state: Any, batch: Any) -> tuple[Any, Any]:
         """Make Keras's training step on the servers' values."""
         if (task := self._task) is None:
-            raise ScopeError("A training step was made after its scheduled function had ended.")
+            raise ScopeError(
+                "A training step was made after its scheduled function had ended. Fix: train before the function returns."
+            )
         if self._step is None:
             self._step = self._training.gradient_step(self._model)
         step, (values, updates) = self._step, self._pull_values()

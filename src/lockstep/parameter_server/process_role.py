@@ -143,7 +143,7 @@ def _addresses(membership: Membership, job: str) -> tuple[str, ...]:
     known = tuple(address for address in tasks if address is not None)
     if len(known) < len(tasks):
         raise ClusterError(
-            f"{membership.source}: {job} {tasks.index(None)} has no address; expected those of all, got {membership.spec!r}."
+            f"{membership.source}: {job} {tasks.index(None)} has no address; expected those of all, got {membership.spec!r}. Fix: add it."
         )
     return known
 

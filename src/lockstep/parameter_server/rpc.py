@@ -106,7 +106,9 @@ class RpcClient:
         response: Future[Response] = Future()
         with self._lock:
             if self._is_closed:
-                raise ClusterError(f"{self.name}: this worker has closed its connection there.")
+                raise ClusterError(
+                    f"{self.name}: this worker has closed its connection there. Fix: call this before fit or the scheduled function ends."
+                )
             self._requests.put((message, arrays, check, response))
         return response
 
@@ -160,12 +162,14 @@ class RpcClient:
         waits_for = reply.get("waits_for")
         whom = listed(map(str, waits_for)) if isinstance(waits_for, list) and waits_for else "another process"
         return (
-            f"{self.name} could not answer a {message['kind']!r} within {message.get('seconds')} s: it waits for {whom}. Is that "
-            f"stuck, or slower than the limit allows?"
+            f"{self.name} could not answer a {message['kind']!r} within {message.get('seconds')} s: it waits for {whom}. Fix: see whether that "
+            "is stuck; if it is slower than the limit allows, raise timeout_seconds."
         )
 
     def _broken(self, what: str, exit_code: int = PEER_LOST) -> ClusterError:
-        self._error = ClusterError(f"{self.name} {what}.", exit_code)
+        problem, _, fix = what.removesuffix(".").partition(" Fix: ")
+        problem = problem.removesuffix(".")
+        self._error = ClusterError(f"{self.name} {problem}. Fix: {fix or 'see what it prints'}.", exit_code)
         self._link.close()
         return self._error
 

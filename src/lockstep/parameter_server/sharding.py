@@ -156,7 +156,7 @@ def _shard_count(variable: ArraySpec, partitioner: PartitionFunction | None) -> 
     if len(partitions) != len(variable.shape) or partitions[0] < 1 or any(count != 1 for count in partitions[1:]):
         raise OptionError(
             f"variable_partitioner: {variable.name} of shape {variable.shape}: expected {len(variable.shape)} numbers, the first of at "
-            f"least 1 and all others 1, as only the first axis can be cut; got {given!r}."
+            f"least 1 and all others 1, as only the first axis can be cut; got {given!r}. Fix: return a list such as {[2] + [1] * (len(variable.shape) - 1)}."
         )
     return max(1, min(partitions[0], variable.shape[0]))
 
@@ -188,7 +188,9 @@ class Partitioner(abc.ABC):
             OptionError: there is no such axis.
         """
         if not 0 <= axis < len(shape):
-            raise OptionError(f"{type(self).__name__}: axis: expected one of the {len(shape)} of {shape}, got {axis}.")
+            raise OptionError(
+                f"{type(self).__name__}: axis: expected one of the {len(shape)} of {shape}, got {axis}. Fix: count axes from 0."
+            )
         partitions = [1] * len(shape)
         rows = shape[axis]
         row_bytes = math.prod(shape) // max(1, rows) * np.dtype(dtype).itemsize

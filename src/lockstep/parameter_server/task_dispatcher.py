@@ -420,7 +420,10 @@ class TaskDispatcher:
         if self._clock() - max(self._last_progress, self._waits_since) < limit:
             return
         if self._loss:
-            raise ClusterError(f"{self._loss} Since then no task was finished for {limit:g} s.", PEER_LOST)
+            raise ClusterError(
+                f"{self._loss} Since then no task was finished for {limit:g} s. Fix: see what that process prints.",
+                PEER_LOST,
+            )
         assignments = sorted(self._queue.assignments().items())
         held = [f"{listed(map(str, workers))} has task {number}" for number, workers in assignments]
         who = listed(held) if held else "no worker has requested one"
@@ -530,7 +533,7 @@ class TaskDispatcher:
             where = f" in task {read_whole_number(message, 'task')}" if "task" in message else ""
             code = read_whole_number(message, "code")
             if code == PEER_LOST:  # Other workers may still reach the process that this one has lost.
-                self._loss = f"{session} ended{where}: {message.get('summary')}"
+                self._loss = f"{session} ended{where}: {message.get('summary')}".partition(" Fix: ")[0]
             else:
                 code = code if code == NO_PROGRESS else USER_ERROR
                 self.fail_calls(f"{session} failed{where}: {message.get('summary')}", code)
