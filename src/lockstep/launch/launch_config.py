@@ -74,11 +74,15 @@ class LaunchConfig:
         whole_number("--nnodes", self.nodes)
         whole_number("--max-restarts", self.max_restarts, 0)
         if self.min_nodes is not None and not 1 <= self.min_nodes <= self.nodes:
-            raise OptionError(f"--nnodes: expected MIN:MAX with 1 <= MIN <= MAX, got {self.min_nodes}:{self.nodes}.")
+            raise OptionError(
+                f"--nnodes: expected MIN:MAX with 1 <= MIN <= MAX, got {self.min_nodes}:{self.nodes}. Fix: give the smaller number first."
+            )
         self._check_seconds()
         self._check_addresses()
         if self.tee and self.log_dir is None:
-            raise OptionError("--tee: it shows what --log-dir writes to files, but --log-dir is missing.")
+            raise OptionError(
+                "--tee: it shows what --log-dir writes to files, but --log-dir is missing. Fix: give --log-dir, too."
+            )
 
     @property
     def is_elastic(self) -> bool:
@@ -130,7 +134,9 @@ class LaunchConfig:
 
     def _check_ports(self, address: str, port: int) -> None:
         if port + self.workers - 1 > MAX_PORT:
-            raise OptionError(f"{address}: there are no ports for {self.workers} workers from {port} to {MAX_PORT}.")
+            raise OptionError(
+                f"{address}: there are no ports for {self.workers} workers from {port} to {MAX_PORT}. Fix: give a lower port."
+            )
 
     def _check_seconds(self) -> None:
         waits = {"--join-seconds": self.join_seconds, "--start-seconds": self.start_seconds}
@@ -145,10 +151,13 @@ class LaunchConfig:
             )
         if self.hosts is not None and len(self.hosts) != self.nodes:
             raise OptionError(
-                f"--hosts: expected {self.nodes} hosts, as there are {self.nodes} nodes, got {len(self.hosts)}."
+                f"--hosts: expected {self.nodes} hosts, as there are {self.nodes} nodes, got {len(self.hosts)}. Fix: name one for each "
+                "node, or correct --nnodes."
             )
         if self.node_rank is not None and not 0 <= self.node_rank < self.nodes:
-            raise OptionError(f"--node-rank: expected 0 to {self.nodes - 1}, got {self.node_rank}.")
+            raise OptionError(
+                f"--node-rank: expected 0 to {self.nodes - 1}, got {self.node_rank}. Fix: number the nodes from 0."
+            )
         for address in self.first_addresses if self.is_elastic else ():  # That port is the one of the rendezvous.
             self._check_ports(address, split_address("address", address)[1] + 1)
         addresses = self.addresses or ()

@@ -202,8 +202,10 @@ AnyRankAssignment = RankAssignment | ServerRankAssignment
 def cannot_start(what: str, error: OSError | RuntimeError) -> OptionError:
     """Return the error that the system does not let this process start ``what``; a RuntimeError is one about a thread."""
     is_at_limit = isinstance(error, RuntimeError) or error.errno in _AT_LIMIT
-    fix = " Fix: start fewer processes on this machine, or raise its limits of open files (ulimit -n) and of processes (ulimit -u)."
-    return OptionError(f"{what} cannot be started: {error}.{fix if is_at_limit else ''}")
+    fix = "check that this user may run it here"
+    if is_at_limit:
+        fix = "start fewer processes on this machine, or raise its limits of open files (ulimit -n) and of processes (ulimit -u)"
+    return OptionError(f"{what} cannot be started: {error}. Fix: {fix}.")
 
 
 def find_node_rank(job: LaunchConfig) -> int | None:

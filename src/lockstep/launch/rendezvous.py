@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator, Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from lockstep._errors import DONE, NO_PROGRESS, PEER_LOST, ClusterError, LockstepError
+from lockstep._errors import DONE, NO_PROGRESS, PEER_LOST, ClusterError, LockstepError, without_fix
 from lockstep._logging import WaitLogger
 from lockstep.distributed.cluster.addresses import host_of, split_address, unmapped
 from lockstep.distributed.cluster.env_reader import NetworkOptions
@@ -98,7 +98,8 @@ class RendezvousServer:
             rejection = self._state.validate(peer)
             node = None if rejection else NodeInfo.of(peer, unmapped(host_of(connection.address)))
         except (LockstepError, TypeError, ValueError) as error:
-            node, rejection = None, JoinRejection(f"{peer.process} sent an invalid description of its node ({error})")
+            problem = f"{peer.process} sent an invalid description of its node ({without_fix(error)})"
+            node, rejection = None, JoinRejection(f"{problem}. Fix: use the same Lockstep on all nodes.")
         if node is not None:
             connection.send(encode({"kind": "welcome"}))
             self._add(connection, node)
@@ -413,7 +414,7 @@ class _RendezvousJoin:
             connection.limit_unacknowledged(_DEAD_SECONDS)
         except HandshakeError as error:
             connection.close()
-            return NodeExit(USAGE, f"{self._description} rejected this node {error}")
+            return NodeExit(USAGE, f"{self._description} rejected this node: {error}".removesuffix("."))
         except BaseException:
             connection.close()
             raise
