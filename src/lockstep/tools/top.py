@@ -31,7 +31,9 @@ def watch(directory: str, interval: float, console: Console, sleep: Callable[[fl
         OptionError: there is no status file, or the interval is out of its range.
     """
     if seconds("--interval", interval, above=None) < _SHORTEST:
-        raise OptionError(f"--interval: expected {_SHORTEST} seconds or more, got {interval:g}.")
+        raise OptionError(
+            f"--interval: expected {_SHORTEST} seconds or more, got {interval:g}. Fix: give at least {_SHORTEST}."
+        )
     with Live(picture(directory), console=console, auto_refresh=False) as live:
         try:
             while True:

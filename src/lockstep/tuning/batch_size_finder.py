@@ -214,7 +214,9 @@ def batch_size_finder(
         ([8, 16, 32, 64], 64)
     """
     if not isinstance(model, keras.Model):
-        raise ModelError(f"batch_size_finder: model: expected a compiled Keras model, got {shown(model)}.")
+        raise ModelError(
+            f"batch_size_finder: model: expected a compiled Keras model, got {shown(model)}. Fix: pass a keras.Model after compile()."
+        )
     for name, part in {"x": x, "y": y, "sample_weight": sample_weight}.items():
         if part is not None or name == "x":
             check_data(f"batch_size_finder: {name}", part, is_arrays=name != "x")
@@ -354,7 +356,8 @@ def _source(data: tuple[Any, ...], rows: int) -> InputSource:
     source = make_source(*data, batch_size=rows, steps_per_epoch=None)
     if not source.is_arrays:
         raise InputError(
-            f"batch_size_finder: x must be a tree of arrays, of which it makes batches of any size; got {type(data[0]).__name__}."
+            f"batch_size_finder: x must be a tree of arrays, of which it makes batches of any size; got {type(data[0]).__name__}. Fix: pass arrays, "
+            "such as some rows of the data set."
         )
     return source
 
@@ -364,7 +367,8 @@ def _check_sizes(batch_sizes: Sequence[int], rows: int) -> list[int]:
     sizes = sorted({whole_number(name, size) for size in sequence_of(name, batch_sizes, "numbers such as (32, 64)")})
     if not sizes or sizes[-1] > rows:
         raise OptionError(
-            f"batch_size_finder: batch_sizes: expected at least one size of at most {rows:,} rows, the rows of x, got {shown(list(batch_sizes))}."
+            f"batch_size_finder: batch_sizes: expected at least one size of at most {rows:,} rows, the rows of x, got {shown(list(batch_sizes))}. Fix: "
+            "leave out larger ones, or pass more rows."
         )
     return sizes
 

@@ -481,7 +481,9 @@ def check_strategies(names: Any) -> tuple[str, ...]:
     if given == ["auto"]:
         return tuple(STRATEGIES)
     if not given or not all(isinstance(name, str) and _NAME.fullmatch(name) for name in given):
-        raise OptionError(f"strategy: expected {expected}, got {shown(names)}.")
+        raise OptionError(
+            f"strategy: expected {expected}, got {shown(names)}. Fix: pass one or more of these names, or leave it out."
+        )
     return tuple(dict.fromkeys(given))
 
 

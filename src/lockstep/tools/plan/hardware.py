@@ -91,7 +91,9 @@ class Accelerator:
         except (ValueError, OverflowError):
             found = 0
         if found <= 0:
-            raise OptionError(f"{MEMORY_SHARE}: expected a share of a GPU's memory such as 0.9, got {shown(text)}.")
+            raise OptionError(
+                f"{MEMORY_SHARE}: expected a share of a GPU's memory such as 0.9, got {shown(text)}. Fix: set it to such a number, or unset it."
+            )
         return found
 
 
@@ -277,14 +279,20 @@ def parse_target(
     known = known_accelerators() if accelerators is None else accelerators
     match = _TARGET.fullmatch(text) if isinstance(text, str) else None
     if match is None:
-        raise OptionError(f"{argument}: expected a name such as h100:8 or v5e:2x4, got {shown(text)}.")
+        raise OptionError(
+            f"{argument}: expected a name such as h100:8 or v5e:2x4, got {shown(text)}. Fix: write accelerator:devices."
+        )
     accelerator = known.get(match["key"].lower()) or known.get(match["key"])
     if accelerator is None:
-        raise OptionError(f"{argument}: there is no {match['key']!r}; there are: {', '.join(known)}.")
+        raise OptionError(
+            f"{argument}: there is no {match['key']!r}; there are: {', '.join(known)}. Fix: name one of these, or describe it in hardware_file."
+        )
     axes = tuple(map(int, (match["axes"] or "1").split("x")))
     count = math.prod(axes)
     if not 1 <= count <= MAX_DEVICES:
-        raise OptionError(f"{argument}: {text}: expected 1 to {MAX_DEVICES:,} devices, got {count:,}.")
+        raise OptionError(
+            f"{argument}: {text}: expected 1 to {MAX_DEVICES:,} devices, got {count:,}. Fix: give a number in this range."
+        )
     if accelerator.platform == "tpu":
         if len(axes) == 1 and count > 1:
             raise OptionError(f"{argument}: {text}: a TPU slice has two or three axes. Fix: {_EXAMPLES['tpu']}")

@@ -113,7 +113,9 @@ class PlanOptions:
         """
         names = hardware.split(",") if isinstance(hardware, str) else hardware
         if not sequence_of("hardware (--for)", names, 'names such as ("h100:8", "v5e:2x4")') and not is_check:
-            raise OptionError('hardware (--for): expected names such as ("h100:8", "v5e:2x4"), got none.')
+            raise OptionError(
+                'hardware (--for): expected names such as ("h100:8", "v5e:2x4"), got none. Fix: name the hardware to plan for.'
+            )
         file = None if hardware_file is None else file_path("hardware_file", hardware_file)
         known = known_accelerators(file)
         targets = tuple(dict.fromkeys(parse_target(name, known) for name in names))
@@ -321,12 +323,14 @@ def plan(
         (True, 144)
     """
     if not isinstance(model, keras.Model) or not model.compiled:
-        raise OptionError(f"model: expected a compiled model, got {shown(model)}.")
+        raise OptionError(f"model: expected a compiled model, got {shown(model)}. Fix: call its compile() before.")
     arrays = data() if callable(data) else data
     check_data("data", arrays)
     batches = batch if isinstance(batch, Sequence) else (batch,)
     if not batches:
-        raise OptionError(f"batch: expected rows of global batches such as 64 or (64, 128), got {shown(batch)}.")
+        raise OptionError(
+            f"batch: expected rows of global batches such as 64 or (64, 128), got {shown(batch)}. Fix: pass at least one number."
+        )
     options = PlanOptions.checked(
         hardware, strategy, batches, prices, bandwidth, hardware_file=hardware_file, is_search=flag("search", search)
     )

@@ -213,10 +213,12 @@ def scaling_report(
         >>> import lockstep
         >>> lockstep.scaling_report(build=None, data=None)
         Traceback (most recent call last):
-        lockstep._errors.OptionError: build: expected a function that returns a compiled model, got None.
+        lockstep._errors.OptionError: build: expected a function that returns a compiled model, got None. Fix: pass the function, not its result.
     """
     if not callable(build):
-        raise OptionError(f"build: expected a function that returns a compiled model, got {shown(build)}.")
+        raise OptionError(
+            f"build: expected a function that returns a compiled model, got {shown(build)}. Fix: pass the function, not its result."
+        )
     if is_measuring():
         build_and_fit(build, data, validation)
     settings_of(devices, batch)

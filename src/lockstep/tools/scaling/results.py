@@ -133,7 +133,9 @@ def settings_of(devices: Sequence[int], batch: Sequence[int]) -> list[ScalingSet
     """
     for name, numbers in (("devices", devices), ("batch", batch)):
         if not sequence_of(name, numbers, "whole numbers such as (1, 2)"):
-            raise OptionError(f"{name}: expected whole numbers such as (1, 2), got {shown(numbers)}.")
+            raise OptionError(
+                f"{name}: expected whole numbers such as (1, 2), got {shown(numbers)}. Fix: give at least one."
+            )
         for number in numbers:
             whole_number(name, number, maximum=MAX_DEVICES if name == "devices" else None)
     counts = sorted({1, *devices})

@@ -102,7 +102,9 @@ def build_and_fit(build: Callable[[], Any], data: Any, validation: Any) -> None:
     """
     model = build()
     if not isinstance(model, keras.Model) or not model.compiled:
-        raise OptionError(f"build: expected a function that returns a compiled model, got {model!r}.")
+        raise OptionError(
+            f"build: expected a function that returns a compiled model, got {model!r}. Fix: call compile() in it, and return the model."
+        )
     arrays = data() if callable(data) else data
     held_out = validation() if callable(validation) else validation
     check_data("data", arrays)
@@ -121,7 +123,7 @@ def check_data(name: str, data: Any) -> None:
         return
     if not isinstance(data, tuple | list) or len(data) not in (2, 3):
         raise OptionError(
-            f"{name}: expected (x, y) or (x, y, sample_weight), or a function that returns it, got {shown(data)}."
+            f"{name}: expected (x, y) or (x, y, sample_weight), or a function that returns it, got {shown(data)}. Fix: put two or three parts into a tuple."
         )
     for part in (data[0], *(part for part in data[1:] if part is not None)):
         sources.check_data(name, part)
@@ -148,7 +150,9 @@ def _import_name_or_file(name: str, one: Any, folder: Path) -> str | None:
     if callable(one):
         return _import_name(one)
     if not isinstance(one, tuple | list) or not all(isinstance(part, np.ndarray) for part in one):
-        raise OptionError(f"{name}: expected NumPy arrays (x, y), or a function that returns them.")
+        raise OptionError(
+            f"{name}: expected NumPy arrays (x, y), or a function that returns them, got {shown(one)}. Fix: convert them with numpy.asarray."
+        )
     kept = folder / f"{name}.npz"
     np.savez(kept, *one)
     return str(kept)
