@@ -8,7 +8,7 @@ import inspect
 import re
 import statistics
 import types
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, namedtuple
 from pathlib import Path
 
 import pytest
@@ -151,3 +151,129 @@ def test_programs_outside_of_the_package_import_what_is_there():
 
 def _has(module, name):
     return hasattr(module, name) or importlib.util.find_spec(f"{module.__name__}.{name}") is not None
+
+
+NO_FIX = {  # Class, file and beginning of messages without a fix, by reason
+    "Lockstep catches it, and decides or tells what to do": (
+        ("CannotSplitError", "execution/", ""),
+        ("MixedRowsError", "execution/rowwise/", ""),
+        ("ConnectionLostError", "parameter_server/array_transport.py", ""),
+        ("RetryableConnectError", "distributed/control/handshake.py", ""),
+        ("HandshakeError", "distributed/control/handshake.py", ""),
+        ("ProtocolError", "", ""),
+        ("ValueError", "_array_encoding.py", ""),
+        ("ValueError", "checkpoint/manifest.py", ""),
+        ("ValueError", "checkpoint/shards.py", ""),
+        ("ValueError", "checkpoint/export_formats.py", "Orbax finds"),
+        ("ValueError", "data/random_state.py", ""),
+        ("ValueError", "fit/checkpointing/callback_attributes.py", ""),
+        ("ValueError", "fit/checkpointing/metadata_check.py", ""),
+        ("ValueError", "tools/plan/hardware.py", ""),
+    ),
+    "the reason for which a process tries again to join": (
+        ("JoinRejection", "distributed/control/admission.py", "the chief (…) is of start"),
+        ("JoinRejection", "distributed/control/control_server.py", "the job of this chief has failed"),
+        ("JoinRejection", "launch/rendezvous_state.py", "another node … has joined"),
+    ),
+    "a phrase, which the caller makes a sentence with a fix": (
+        ("TypeError", "_array_encoding.py", "a"),
+        ("OSError", "_atomic_files.py", "… has more than"),
+    ),
+    "as Python, Keras or argparse word it": (
+        ("AttributeError", "__init__.py", "module 'lockstep' has no attribute"),
+        ("ModuleNotFoundError", "launch/worker_main.py", "No module named"),
+        ("TypeError", "custom_loops/distributed_dataset.py", "the number of batches"),
+        ("ArgumentTypeError", "cli.py", "expected"),
+    ),
+    "the text of another error, with its fix or a user's": (
+        ("ClusterError", "distributed/attach_to_jax.py", "process … of … of JAX: …"),
+        ("ClusterError", "distributed/resolvers/tf_config.py", "TF_CONFIG: …"),
+        ("ClusterError", "parameter_server/fit_dispatch.py", "the chief's … has failed: …"),
+        ("ClusterError", "parameter_server/function_schedulers.py", "the chief's evaluate has failed: …"),
+        ("NonFiniteError", "fit/nan_guard.py", "NanGuard: … The variables are those before this step. …"),
+    ),
+    "a fault of Lockstep": (
+        ("AssertionError", "parameter_server/task_client.py", "the chief has published"),
+        ("KeyError", "custom_loops/per_replica.py", "replicas … are in none"),
+        ("LookupError", "_keras/patches.py", "The table of patches"),
+        ("ScopeError", "parameter_server/function_schedulers.py", "A function was assigned to a process"),
+        ("TypeError", "strategies/self_check.py", "… does not shard"),
+    ),
+}
+
+
+def test_each_error_message_has_a_fix():
+    allowed = [entry for entries in NO_FIX.values() for entry in entries]
+    without = {error: [entry for entry in allowed if is_allowed(error, entry)] for error in errors_without_fix()}
+    assert not [error for error, entries in without.items() if not entries], 'Fix: end the message with "Fix: …"'
+    assert {entry for entries in without.values() for entry in entries} == set(allowed)
+
+
+def is_allowed(error, entry):
+    kind, beginning_of_path, beginning = entry
+    return error.kind == kind and error.path.startswith(beginning_of_path) and error.message.startswith(beginning)
+
+
+RaisedError = namedtuple("RaisedError", "kind path message line")
+
+
+def errors_without_fix():
+    """The errors that are made with a literal message without a fix."""
+    for path in FILES:
+        for node in nodes_of(path):
+            match node:
+                case ast.Call(func=ast.Name(id=kind) | ast.Attribute(attr=kind), args=[message, *_]) if re.fullmatch(
+                    r"\w*Error|JoinRejection", kind
+                ):
+                    text = text_of(message)
+                    if re.search(r"\w", text.replace("…", "")) and not has_fix(message, texts_by_name(path)):
+                        yield RaisedError(kind, path.relative_to(PACKAGE).as_posix(), text, node.lineno)
+
+
+def text_of(node):
+    """The text of a message, with … for each value in it."""
+    match node:
+        case ast.Constant(value=str(text)):
+            return text
+        case ast.JoinedStr(values=parts):
+            return "".join(map(text_of, parts))
+        case ast.BinOp(op=ast.Add(), left=left, right=right):
+            return text_of(left) + text_of(right)
+    return "…"
+
+
+def has_fix(node, texts):
+    """Whether a message has a fix, or a value in it has one each time that the same file assigns or returns it."""
+    match node:
+        case ast.Constant(value=str(text)):
+            return "Fix: " in text
+        case ast.JoinedStr(values=parts):
+            return any(has_fix(part, texts) for part in parts)
+        case ast.FormattedValue(value=value):
+            return has_fix(value, texts)
+        case ast.BinOp(left=left, right=right):
+            return has_fix(left, texts) or has_fix(right, texts)
+        case ast.IfExp(body=body, orelse=other):
+            return has_fix(body, texts) and has_fix(other, texts)
+        case ast.Name(id=name) | ast.Call(func=ast.Name(id=name)):
+            values = texts.get(name, [])
+            return bool(values) and all(has_fix(value, {**texts, name: []}) for value in values)
+    return False
+
+
+@functools.cache
+def texts_by_name(path):
+    """What a file assigns to each name, what its functions return, and the constants that it imports."""
+    found = defaultdict(list)
+    for node in nodes_of(path):
+        match node:
+            case ast.Assign(targets=[ast.Name(id=name)], value=value):
+                found[name].append(value)
+            case ast.FunctionDef(name=name):
+                found[name] += [each.value for each in ast.walk(node) if isinstance(each, ast.Return)]
+    for node in tree_of(path).body:
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("lockstep."):
+            source = (PACKAGE.parent / node.module.replace(".", "/")).with_suffix(".py")
+            for name in [alias.name for alias in node.names if alias.name.isupper() and source in FILES]:
+                found[name] += texts_by_name(source)[name]
+    return found
