@@ -45,3 +45,12 @@ def test_an_exception_that_follows_from_the_failure_of_another_worker_is_no_caus
     failure = ended(tmp_path, COLLECTIVE.format(failed=failed)).failure
     assert (failure.code, failure.is_consequence) == (13, failed == 1)
     assert failure.record.text.endswith("RuntimeError: connection closed by peer\n")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("code", [75, 124])
+def test_a_process_that_is_killed_while_it_reports_has_the_code_of_its_error(tmp_path, code):
+    """The chief of servers waits in its hook until the others have received the failure."""
+    raised = f"from lockstep import ClusterError; raise ClusterError('worker 1 is stuck', {code})"
+    failure = ended(tmp_path, f"sys.excepthook = lambda *_: os.kill(os.getpid(), signal.SIGTERM)\n{raised}").failure
+    assert (failure.code, failure.is_consequence) == (code, True)

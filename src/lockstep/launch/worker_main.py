@@ -21,7 +21,7 @@ from dataclasses import replace
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from types import CodeType, ModuleType, TracebackType
 
-from lockstep._errors import INTERRUPTED, USER_ERROR, ClusterError
+from lockstep._errors import INTERRUPTED, USER_ERROR, ClusterError, exit_code_of
 from lockstep.distributed.cluster.env_reader import launched_workers
 from lockstep.launch.reaper import adopt_orphans, die_with_parent, run_reaper
 from lockstep.launch.signals import FORWARDED, SignalPipe
@@ -139,9 +139,9 @@ def _exit_with_error(exception: BaseException, error: int) -> None:
 
     Python's exit handlers may wait for the other workers, which wait for this one: JAX does, for minutes.
     """
-    record = ErrorRecord(
-        time.monotonic(), isinstance(exception, ClusterError), "".join(traceback.format_exception(exception))
-    )
+    code = exit_code_of(exception) or USER_ERROR
+    text = "".join(traceback.format_exception(exception))
+    record = ErrorRecord(time.monotonic(), isinstance(exception, ClusterError), text, code)
     _write_record(record, error)
     if (termination := sys.modules.get("lockstep.distributed.control.termination")) is not None:
         termination.call_if_consequence(lambda: _write_record(replace(record, is_consequence=True), error))
@@ -149,8 +149,7 @@ def _exit_with_error(exception: BaseException, error: int) -> None:
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
         sys.stderr.flush()
-    code = exception.exit_code if isinstance(exception, ClusterError) else None
-    os._exit(code or USER_ERROR)
+    os._exit(code)
 
 
 def _write_record(record: ErrorRecord, error: int) -> None:

@@ -49,11 +49,13 @@ class ErrorRecord:
         when: on the machine's monotonic clock, in seconds.
         is_consequence: whether the exception reports a failure of another worker.
         text: the traceback.
+        code: the exit code of a process that ends with this exception.
     """
 
     when: float
     is_consequence: bool
     text: str
+    code: int = USER_ERROR
 
     def to_bytes(self) -> bytes:
         """Encode the record for the supervisor."""
@@ -195,7 +197,7 @@ class WorkerProcess:
         record, last_lines = self._record, self._log_pump.last_lines
         if record is None:
             return ProcessFailure(self.process, self.code, self.ended_at, None, last_lines)
-        code = max(self.code, 0) or USER_ERROR  # It may have been killed after it wrote the record.
+        code = max(self.code, 0) or record.code  # It may have been killed after it wrote the record.
         return ProcessFailure(self.process, code, record.when, record, last_lines)
 
     @property
