@@ -117,6 +117,33 @@ if rank == 1:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("value", "code"), [("3", 3), ("'no disk'", 1)])
+@pytest.mark.parametrize("consequence", ["raise ValueError('connection closed')", "os._exit(13)"])
+def test_an_exit_that_others_do_not_survive_is_the_cause_though_they_have_ended_first(
+    tmp_path, value, code, consequence
+):
+    """JAX's exit handlers close the connections of a worker, and those of the chief wait for the other workers."""
+    code_of_workers = f"""
+import atexit
+if rank == 1:
+    atexit.register(lambda: (write("leaving"), time.sleep(50)))
+    sys.exit({value})
+wait_for(lambda: is_there("leaving"))
+{consequence}
+"""
+    done = run("-n", 2, program(tmp_path, code_of_workers))
+    assert done.returncode == code, done.stderr
+    assert done.stderr.rpartition("lockstep run: ")[2].startswith(f"worker 1 ended with exit code {code}")
+
+
+@pytest.mark.slow
+def test_an_exit_of_a_process_that_the_program_has_forked_is_not_its_own(tmp_path):
+    code = "if not os.fork(): sys.exit(3)\nos.wait()\nraise ValueError('mine')"
+    done = run(program(tmp_path, code))
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (13, "ValueError: mine")
+
+
+@pytest.mark.slow
 def test_one_that_only_lost_another_ends_the_job_with_its_own_code(tmp_path):
     done = run("-n", 2, program(tmp_path, "if rank == 0: sys.exit(75)\ntime.sleep(50)"))
     assert done.returncode == 75

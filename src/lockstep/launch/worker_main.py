@@ -61,7 +61,9 @@ def _run_program(is_module: bool, command: list[str], error: int) -> None:
         (_run_module if is_module else _run_script)(command[0], command[1:])
         if is_first and workers > 1:
             _warn_if_no_strategy(workers)
-    except SystemExit:
+    except SystemExit as request:
+        if os.getpid() == worker:
+            _record_exit(request, error)
         raise
     except KeyboardInterrupt as interrupt:
         _print_exception(interrupt.with_traceback(_program_frames(interrupt)))
@@ -150,6 +152,13 @@ def _exit_with_error(exception: BaseException, error: int) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(code)
+
+
+def _record_exit(request: SystemExit, error: int) -> None:
+    """Record an exit with an error when it is requested: other workers may fail of it while Python's exit handlers run."""
+    code = request.code & 0xFF if isinstance(request.code, int) else int(request.code is not None)
+    if code:
+        _write_record(ErrorRecord(time.monotonic(), False, "", code), error)
 
 
 def _write_record(record: ErrorRecord, error: int) -> None:

@@ -43,12 +43,12 @@ _HINTS: dict[int, str] = {
 
 @dataclass(frozen=True)
 class ErrorRecord:
-    """Exception that ended a worker's program, which the worker writes for the supervisor.
+    """Exception that ended a worker's program, also one of ``sys.exit``, which the worker writes for the supervisor.
 
     Args:
         when: on the machine's monotonic clock, in seconds.
         is_consequence: whether the exception reports a failure of another worker.
-        text: the traceback.
+        text: the traceback; empty for ``sys.exit``.
         code: the exit code of a process that ends with this exception.
     """
 
@@ -122,7 +122,7 @@ class ProcessFailure:
 
         Below the traceback a worker writes the failure of another worker from which its own has followed.
         """
-        if self.record is not None:
+        if self.record is not None and self.record.text:
             last = self.last_lines.rstrip("\n").rpartition("\n")[2]
             cause = f"{last}\n" if last.startswith("lockstep: ") and last not in self.record.text else ""
             return f"{self.headline}. Its traceback:\n\n{self.record.text}{cause}"
