@@ -301,6 +301,23 @@ def test_two_nodes_of_one_rank_do_not_both_come(job, tmp_path):
 
 
 @pytest.mark.slow
+def test_a_node_that_is_done_with_a_job_that_ends_waits_for_the_next_one(job, tmp_path):
+    end = "signal.signal(signal.SIGTERM, lambda *_: (wait_for(lambda: is_there('go')), sys.exit()))\n"
+    nodes = job(f"if rank: wait_for(lambda: is_there('0.0')); sys.exit(2)\n{end}{RUNNING}{FOREVER}", "2:2", grace=1000)
+    first, second = nodes.start("--node-rank", 0), nodes.start("--node-rank", 1)
+    assert end_of(second)[0] == 2
+    program(tmp_path, "print('the next job')")
+    second = nodes.start("--node-rank", 1)
+    wait_for_message(second, "waiting for the rendezvous at node 0")
+    (tmp_path / "go").touch()
+    assert end_of(first)[0] == 2
+    ends = [end_of(nodes.start("--node-rank", 0)), end_of(second)]
+    assert [(code, printed) for code, printed, _ in ends] == [
+        (0, f"[worker {rank}] the next job\n") for rank in range(2)
+    ]
+
+
+@pytest.mark.slow
 def test_rendezvous_rejects_a_second_job_at_its_address(job):
     nodes = job("", "2:2")
     wait_for_message(nodes.start("--node-rank", 0), "waiting for ")

@@ -153,8 +153,6 @@ def test_the_pause_grows_and_restarts_are_counted_for_the_whole_job():
         assert rendezvous.assignments() == {0: (generation, 0, 2), 1: (generation, 1, 2)}
     rendezvous.ended(_0=LOST, _1=FAILED)
     assert rendezvous.ends() == {0: 9, 1: 9}
-    rendezvous.join(2)
-    assert rendezvous.ends() == {0: 9, 1: 9, 2: 9}
 
 
 def test_a_job_is_done_when_all_have_done_their_work():
@@ -326,6 +324,17 @@ def test_who_does_not_belong_here_is_refused(information, identity, why):
     rendezvous = Rendezvous()
     peer = Peer(-1, 1, "b", 7, identity={**identity_of(rendezvous.job), **identity}, information=information)
     assert why in rendezvous.state.validate(peer).sentence
+
+
+def test_who_comes_when_the_job_has_ended_is_of_the_next_one_and_tries_again():
+    rendezvous = Rendezvous((2, 2))
+    rendezvous.join(0), rendezvous.join(1)
+    next_job = replace(rendezvous.job, grace=9.0)
+    peer = Peer(-1, 1, "b", 7, identity=identity_of(next_job), information={"rank": 1, "host": "", "port": 1})
+    assert not rendezvous.state.validate(peer).again
+    rendezvous.ended(_0=DONE, _1=DONE)
+    rejection = rendezvous.state.validate(peer)
+    assert (rejection.sentence, rejection.again) == ("the job of node 0 is ending", True)
 
 
 def test_nodes_that_are_heard_for_a_day_stay():

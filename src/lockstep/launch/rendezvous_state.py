@@ -221,7 +221,6 @@ class RendezvousState:
         self.is_over = False
         self._heard: dict[int, float] = {}  # Time of the last message of each node.
         self._suspends = SuspendDetector(clock)
-        self._end_message: dict[str, Any] = {}
         self._lost: dict[str, str] = {}
         self._number = -1
         self._generation: GenerationState | None = None  # None: the nodes wait for a quorum.
@@ -229,6 +228,8 @@ class RendezvousState:
 
     def validate(self, peer: Peer) -> JoinRejection | None:
         """Return why a supervisor may not join; None if it may."""
+        if self.is_over:  # It may be of the next job at this address.
+            return JoinRejection("the job of node 0 is ending", again=True)
         if set(peer.information) != {"rank", "host", "port"}:
             return JoinRejection(
                 f"{peer.process} is not a supervisor: this address is the rendezvous of lockstep run --nnodes MIN:MAX. Fix: start its "
@@ -252,7 +253,7 @@ class RendezvousState:
         """Add a node that has joined."""
         self.nodes[key] = node
         self.hear(key)
-        return [(key, self._end_message)] if self.is_over else self.advance()
+        return self.advance()
 
     def hear(self, key: int) -> None:
         """Note that a node has sent something."""
@@ -294,9 +295,8 @@ class RendezvousState:
     def finish(self, code: int, sentence: str, cause: int | None = None) -> Iterator[Outbound]:
         """End the job; the node ``cause`` gets no sentence, as it has printed the reason itself."""
         self.is_over = True
-        self._end_message = {"kind": "end", "code": code, "sentence": sentence}
         for key in self.nodes:
-            yield key, ({**self._end_message, "sentence": ""} if key == cause else self._end_message)
+            yield key, {"kind": "end", "code": code, "sentence": "" if key == cause else sentence}
 
     def idle_nodes(self) -> list[int]:
         """Keys of the nodes on which no workers run."""
