@@ -72,6 +72,28 @@ def test_workers_that_have_saved_before_a_preemption_do_not_start_again(tmp_path
 
 
 @pytest.mark.slow
+def test_a_worker_may_take_longer_to_save_than_the_others(tmp_path):
+    code = f"""{GENERATION}
+if generation: sys.exit()
+def save(*_):
+    if rank == 1:
+        wait_for(lambda: has_ended((here / "ready0").read_text()))
+        time.sleep(1.2)  # A lost worker is noticed after a second.
+        print("saved")
+    sys.exit(75)
+signal.signal(signal.SIGUSR1, save)
+write(f"ready{{rank}}", str(os.getpid()))
+time.sleep(100)
+"""
+    with started("-n", 2, "--max-restarts", 1, program(tmp_path, code)) as supervisor:
+        text_of(tmp_path / "ready0"), text_of(tmp_path / "ready1")
+        supervisor.send_signal(signal.SIGUSR1)
+        printed, messages = supervisor.communicate(timeout=60)
+    assert (supervisor.returncode, printed) == (75, "[worker 1] saved\n"), messages
+    assert "restart" not in messages
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_the_pause_before_a_restart_can_be_ended(tmp_path, number):
     with started("--max-restarts", 9, program(tmp_path, "sys.exit(4)")) as supervisor:

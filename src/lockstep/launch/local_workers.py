@@ -6,7 +6,7 @@ a worker means.
 
 import signal
 import time
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -153,7 +153,7 @@ class LocalWorkers:
     @property
     def failure(self) -> ProcessFailure | None:
         """The root cause, if a failure of a worker is the reason of the end."""
-        failures = self._failures()
+        failures = self._failures(self._workers)
         was_stopped = self._shutdown.stop_signal is not None or self.timed_out
         return root_cause(failures) if failures and not was_stopped else None
 
@@ -161,7 +161,7 @@ class LocalWorkers:
     def code(self) -> int:
         """The exit code of the job after this generation."""
         stop_signal = self._shutdown.stop_signal
-        if self._shutdown.done_at is not None and not self._failures():
+        if self._shutdown.done_at is not None and not self._failures(self._workers):
             return DONE
         if self.timed_out:
             return NO_PROGRESS
@@ -211,11 +211,11 @@ class LocalWorkers:
     def _running_names(self) -> str:
         return format_names(worker.process for worker in self._running)
 
-    def _failures(self) -> list[ProcessFailure]:
-        """Failures that end the job: not those after the stop signal, or after the leader was done."""
+    def _failures(self, workers: Iterable[WorkerProcess]) -> list[ProcessFailure]:
+        """Failures of these workers that end the job: not those after the stop signal, or after the leader was done."""
         times = (self._shutdown.stopped_at, self._shutdown.done_at)
         until = min(float("inf") if time is None else time for time in times)
-        failures = [worker.failure for worker in self._workers]
+        failures = [worker.failure for worker in workers]
         return self._losses.fatal(failure for failure in failures if failure and failure.when <= until)
 
     def _add(self, process: ProcessName) -> None:
@@ -232,7 +232,7 @@ class LocalWorkers:
         self._shutdown.interrupts += number == signal.SIGINT
         again = "; again kills them at once" if number == signal.SIGINT else ""
         if self._shutdown.stopped_at is None:
-            self._shutdown.stop_signal = None if self._failures() else number
+            self._shutdown.stop_signal = None if self._failures(self._not_saved) else number
             self._log(f"{signal.Signals(number).name}: the workers have {self._grace:g} s to exit{again}.")
             self._stop(signal.SIGTERM if number == signal.SIGPIPE else number)
         elif number == signal.SIGINT and self._shutdown.interrupts > 1:
@@ -251,7 +251,7 @@ class LocalWorkers:
             self._shutdown.done_at = exits[0]
 
     def _check_failures(self) -> None:
-        failures = self._failures() if self._shutdown.stopped_at is None and self._running else []
+        failures = self._failures(self._not_saved) if self._shutdown.stopped_at is None and self._running else []
         if failures:
             cause = root_cause(failures)
             if time.monotonic() >= cause.confirmed_at:
@@ -330,7 +330,7 @@ class LocalWorkers:
         return None if due == float("inf") else due - time.monotonic()
 
     def _deadlines(self) -> Iterator[float]:
-        yield from (failure.confirmed_at for failure in self._failures())
+        yield from (failure.confirmed_at for failure in self._failures(self._not_saved))
         if not self._shutdown.has_begun:
             yield from self._losses.deadlines(self._not_saved)
         if self._shutdown.done_at is not None:
