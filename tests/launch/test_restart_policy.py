@@ -2,14 +2,17 @@
 
 import json
 import signal
+import time
 from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
 
-from lockstep.launch import restart_policy
-from lockstep.launch.rank_assignment import ProcessName
+from lockstep.launch import local_workers, restart_policy
+from lockstep.launch.rank_assignment import NodeProcesses, ProcessName
+from lockstep.launch.worker_process import ProcessFailure
 from tests.launch.launching import program, run, started, text_of, wait_for_message
+from tests.support.waiting import DEADLINE
 
 GENERATION = "generation = int(os.environ['LOCKSTEP_GENERATION'])\n"
 
@@ -93,6 +96,56 @@ time.sleep(100)
     assert "restart" not in messages
 
 
+class Worker:
+    """A process that ends with 75 when the test calls ``read_exit``, and also when it is asked to end."""
+
+    def __init__(self, process, file):
+        self.process, self.file = process, file
+        self.code, self.failure, self.ended_at, self.received = None, None, 0.0, []
+
+    def read_exit(self):
+        self.code, self.ended_at = 75, time.monotonic()
+        self.failure = ProcessFailure(self.process, 75, self.ended_at, None, "")
+
+    def send(self, number):
+        self.received.append(number)
+        if number == signal.SIGTERM:
+            self.read_exit()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "ends", "is_over", "received"),
+    [
+        (600, {0, 1}, True, [signal.SIGUSR1]),
+        (0, {0, 1}, False, [signal.SIGUSR1]),
+        (0, {0}, False, [signal.SIGUSR1, signal.SIGTERM]),
+    ],
+)
+def test_usr1_announces_the_end_for_some_minutes_only(monkeypatch, seconds, ends, is_over, received):
+    """A program may also save and continue, and lose another worker long after that."""
+    monkeypatch.setattr(local_workers, "_SAVE_SECONDS", seconds)
+    names = [ProcessName("worker", number) for number in range(2)]
+    workers = [Worker(name, name.index) for name in names]
+    until = time.monotonic() + DEADLINE
+
+    def wait(limit, files):
+        assert time.monotonic() < until
+        return ([], ends & set(files)) if workers[0].received else ([signal.SIGUSR1], set())
+
+    running = local_workers.LocalWorkers(
+        processes=NodeProcesses(names),
+        start=lambda process: workers[process.index],
+        restarts=restart_policy.RestartBudget(1),
+        signals=Mock(wait=wait),
+        grace=30,
+        stop_at=None,
+        excluded=set(),
+        log=print,
+    )
+    running.run()
+    assert (running.code, running.is_final, workers[1].received) == (75, is_over, received)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_the_pause_before_a_restart_can_be_ended(tmp_path, number):
@@ -114,9 +167,26 @@ def test_only_the_last_worker_starts_again_when_the_job_is_about_to_end(monkeypa
     if is_lost_before:
         policy.tolerated.add(lost)
         policy._on_loss(failure, 0.0)
-    policy.stop_restarting()
+    policy.delay_restarts(float("inf"))
     policy.update([lost])
     assert again == names[:1] * started
+
+
+@pytest.mark.parametrize("is_lost_before", [True, False])
+def test_a_lost_worker_starts_again_later_if_the_job_does_not_end_after_all(monkeypatch, is_lost_before):
+    now = [100.0]
+    monkeypatch.setattr(restart_policy, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    names = [ProcessName("worker", number) for number in range(2)]
+    again = []
+    policy = restart_policy.WorkerLossPolicy(set(names), restart_policy.RestartBudget(3), again.append, print)
+    failure = SimpleNamespace(process=names[0], code=-9, confirmed_at=0.0, headline="worker 0 was killed")
+    lost = Mock(failure=failure)
+    policy.update([lost] if is_lost_before else [])
+    policy.delay_restarts(700.0)
+    for now[0] in (699.0, 700.0):
+        assert again == []
+        policy.update([lost])
+    assert again == names[:1]
 
 
 @pytest.mark.slow

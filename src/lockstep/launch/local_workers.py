@@ -20,6 +20,7 @@ from lockstep.launch.worker_process import USAGE, ProcessFailure, WorkerProcess,
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGPIPE)
 # Those that end a node while no workers run: a scheduler that sends USR1 is about to stop the job, and none is there to save.
 IDLE_STOP_SIGNALS = (*STOP_SIGNALS, signal.SIGUSR1)
+_SAVE_SECONDS = 600.0  # For the workers to save and end after USR1, as for a checkpoint; a later end has another cause.
 _DUMP_SECONDS = 0.5  # For each worker to print its stack, before it gets SIGTERM.
 _REAP_SECONDS = 5.0
 _DRAIN_SECONDS = 2.0  # For the last output to be written.
@@ -46,7 +47,7 @@ class _Shutdown:
         done_at: when the leader was done.
         stopped_at: when the workers were sent a signal to stop.
         killed_at: when the remaining workers were killed.
-        announced_at: when USR1 came, after which workers save and end with 75: a scheduler is about to stop the job.
+        announced_at: when USR1 came, after which workers save and may end with 75: a scheduler is about to stop the job.
         stop_signal: the signal to the supervisor that is the reason of the stop.
         is_requested: whether there was a signal to stop.
         interrupts: number of SIGINTs, as of Ctrl-C.
@@ -56,7 +57,7 @@ class _Shutdown:
     done_at: float | None = None
     stopped_at: float | None = None
     killed_at: float | None = None
-    announced_at: float | None = None
+    announced_at: float = float("-inf")
     stop_signal: int | None = None
     is_requested: bool = False
     interrupts: int = 0
@@ -66,6 +67,11 @@ class _Shutdown:
     def has_begun(self) -> bool:
         """Whether a worker may exit from now on without being missed."""
         return self.stopped_at is not None or self.done_at is not None
+
+    @property
+    def is_announced(self) -> bool:
+        """Whether USR1 came so recently that workers end because of it; else they have saved and continued."""
+        return time.monotonic() < self.announced_at + _SAVE_SECONDS
 
     @property
     def is_given_up(self) -> bool:
@@ -176,7 +182,7 @@ class LocalWorkers:
     @property
     def was_asked_to_stop(self) -> bool:
         """Whether the supervisor was sent a signal to stop, or USR1 and all workers have saved and ended."""
-        has_saved = self._shutdown.announced_at is not None and self.code == PEER_LOST
+        has_saved = self._shutdown.is_announced and self.code == PEER_LOST
         return self._shutdown.is_requested or (has_saved and self._codes <= {DONE, PEER_LOST})
 
     @property
@@ -202,9 +208,9 @@ class LocalWorkers:
     @property
     def _not_saved(self) -> list[WorkerProcess]:
         """All but those that have ended with 75 after USR1, as they were asked to: such a worker is not lost."""
-        announced_at = self._shutdown.announced_at
-        if announced_at is None:
+        if not self._shutdown.is_announced:
             return self._workers
+        announced_at = self._shutdown.announced_at
         return [worker for worker in self._workers if worker.code != PEER_LOST or worker.ended_at < announced_at]
 
     @property
@@ -223,9 +229,9 @@ class LocalWorkers:
 
     def _on_signal(self, number: int) -> None:
         if number not in STOP_SIGNALS:
-            if number == signal.SIGUSR1 and self._shutdown.announced_at is None:
+            if number == signal.SIGUSR1 and not self._shutdown.is_announced:
                 self._shutdown.announced_at = time.monotonic()
-                self._losses.stop_restarting()
+                self._losses.delay_restarts(self._shutdown.announced_at + _SAVE_SECONDS)
             self._send(number)
             return
         self._shutdown.is_requested = True
@@ -333,6 +339,8 @@ class LocalWorkers:
         yield from (failure.confirmed_at for failure in self._failures(self._not_saved))
         if not self._shutdown.has_begun:
             yield from self._losses.deadlines(self._not_saved)
+        if self._shutdown.is_announced:
+            yield self._shutdown.announced_at + _SAVE_SECONDS
         if self._shutdown.done_at is not None:
             yield self._shutdown.done_at + self._grace
         if self._stop_at is not None:

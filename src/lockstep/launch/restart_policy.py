@@ -64,7 +64,7 @@ class WorkerLossPolicy:
         self.tolerated: set[WorkerProcess] = set()
         self._lost: set[ProcessName] = set()  # Lost for good: no restart was left.
         self._restart_at: dict[ProcessName, float] = {}  # On the monotonic clock.
-        self._is_ending = False
+        self._not_before = float("-inf")  # The earliest time of a restart, on the monotonic clock.
 
     def fatal(self, failures: Iterable[ProcessFailure]) -> list[ProcessFailure]:
         """Return those of the failures that end the job."""
@@ -83,12 +83,11 @@ class WorkerLossPolicy:
             del self._restart_at[process]
             self._start(process)
 
-    def stop_restarting(self) -> None:
-        """Restart no worker from now on, as the job is about to end, but the last one: without it no batch is finished."""
-        self._is_ending = True
+    def delay_restarts(self, until: float) -> None:
+        """Restart no worker before ``until``, as the job is about to end, but the last one: without it no batch is finished."""
+        self._not_before = until
         if self._lost | self._restart_at.keys() < self._expendable:
-            self._lost.update(self._restart_at)
-            self._restart_at.clear()
+            self._restart_at = {process: max(at, until) for process, at in self._restart_at.items()}
 
     def deadlines(self, workers: Sequence[WorkerProcess]) -> list[float]:
         """Return the times at which ``update`` will have something to do, on the monotonic clock."""
@@ -101,12 +100,12 @@ class WorkerLossPolicy:
 
     def _on_loss(self, failure: ProcessFailure, now: float) -> None:
         is_last = self._lost | self._restart_at.keys() | {failure.process} == self._expendable
-        restart = self._restarts.take() if is_last or not self._is_ending else None
+        restart = self._restarts.take()
         if restart is not None:
-            seconds = backoff_seconds(restart)
-            self._restart_at[failure.process] = now + seconds
+            restart_at = now + backoff_seconds(restart)
+            self._restart_at[failure.process] = restart_at if is_last else max(restart_at, self._not_before)
             action = (
-                f"the other processes continue, and it restarts in {seconds:g} s "
+                f"the other processes continue, and it restarts in {self._restart_at[failure.process] - now:.0f} s "
                 f"(restart {restart} of {self._restarts.limit})"
             )
         else:
