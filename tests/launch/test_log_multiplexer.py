@@ -3,9 +3,11 @@
 import io
 import os
 import threading
+import time
 
 import pytest
 
+from lockstep.launch import log_multiplexer
 from lockstep.launch.log_multiplexer import LineSplitter, LogPump, TerminalWriter
 from lockstep.launch.rank_assignment import ProcessName
 from tests.launch.launching import program, run, started
@@ -149,6 +151,34 @@ def test_a_closed_terminal_holds_nobody_and_says_how_much_was_lost(unread):
     assert not held.is_alive()
     assert not terminal.write(b"late")
     source.read(2**20)
+
+
+class SlowStream(Stream):
+    """Takes each line after some time, as a slow connection does."""
+
+    def write(self, data):
+        time.sleep(0.04)
+        self.taken += bytes(data)
+        return len(data)
+
+
+def test_a_closed_terminal_waits_for_a_slow_reader_as_long_as_it_reads():
+    stream, lines = SlowStream(), [b"%d\n" % number for number in range(40)]
+    terminal = TerminalWriter(stream, lambda: None)
+    for line in lines:
+        terminal.write(line)
+    assert terminal.close(1.0) == 0
+    assert stream.taken == b"".join(lines)
+
+
+def test_a_closed_terminal_does_not_wait_forever_for_a_slow_reader(monkeypatch):
+    monkeypatch.setattr(log_multiplexer, "_MAX_CLOSE_SECONDS", 0.2)
+    stream = SlowStream()
+    terminal = TerminalWriter(stream, lambda: None)
+    for _ in range(1000):
+        terminal.write(b"line\n")
+    assert 0 < terminal.close(20) < 5000
+    assert 0 < len(stream.taken) < 5000
 
 
 def test_a_full_disk_does_not_stop_a_worker():

@@ -14,6 +14,7 @@ _CHUNK = 65536
 _MAX_LINE_BYTES = 65536  # A longer one is shown in chunks
 _PARTIAL_LINE_SECONDS = 1.0  # After this, the beginning of a line is shown without its end.
 _LAST_LINES = 30
+_MAX_CLOSE_SECONDS = 60.0  # For a reader that is slow.
 _ROOM = 2**22  # bytes; more than the longest failure report
 _COLOURS = (36, 33, 32, 35, 34, 31)
 
@@ -42,6 +43,7 @@ class TerminalWriter:
         self._changed = threading.Condition()
         self._queue: deque[bytes] = deque()
         self._unwritten = 0  # Bytes that are queued or being written.
+        self._written = 0
         self._is_closed = False
         self._is_coloured = colours and stream.isatty()
         self._thread: threading.Thread | None = None
@@ -78,12 +80,22 @@ class TerminalWriter:
             return self._changed.wait_for(lambda: not self._unwritten, seconds)
 
     def close(self, seconds: float) -> int:
-        """Flush, write nothing from now on, and return the number of bytes that are lost."""
-        self.flush(seconds)
+        """Write nothing from now on but what is queued, as long as the reader takes some of it each ``seconds``, a minute at most.
+
+        Returns:
+            The number of bytes that are lost.
+        """
+        until = time.monotonic() + _MAX_CLOSE_SECONDS
         with self._changed:
+            while self._unwritten and self._progresses(min(seconds, until - time.monotonic())):
+                pass
             self._is_closed = True
             self._changed.notify_all()
             return self._unwritten
+
+    def _progresses(self, seconds: float) -> bool:
+        before = self._written
+        return self._changed.wait_for(lambda: not self._unwritten or self._written > before, seconds)
 
     def _has_room_for(self, data: bytes) -> bool:
         return not self._unwritten or self._unwritten + len(data) <= self._room
@@ -97,6 +109,7 @@ class TerminalWriter:
                 return
             with self._changed:
                 self._unwritten -= len(data)
+                self._written += len(data)
                 self._changed.notify_all()
 
     def _next(self) -> bytes | None:

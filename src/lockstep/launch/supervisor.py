@@ -44,7 +44,7 @@ from lockstep.launch.worker_environment import (
 )
 from lockstep.launch.worker_process import WorkerProcess
 
-_FLUSH_SECONDS = 2.0  # For a reader to take the last output.
+_FLUSH_SECONDS = 2.0  # For a reader to take the last output, or some of it at the very end.
 
 
 def supervise(job: LaunchConfig, environment: Mapping[str, str], output: io.RawIOBase, messages: io.RawIOBase) -> int:
@@ -212,7 +212,7 @@ class _Supervisor:
         """Write what is left of the output, if it is read."""
         lost = self.output.close(_FLUSH_SECONDS)
         if lost:
-            self._log(f"the output is not read: its last {lost:,} bytes are lost.")
+            self._log(f"the output was not read in time: its last {lost:,} bytes are lost.")
         if self.output.error is not None:
             self._log(
                 f"the output cannot be written ({self.output.error}): the rest of it is lost. Fix: --log-dir writes it to files."
