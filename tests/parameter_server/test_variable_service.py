@@ -469,6 +469,21 @@ def test_only_the_chief_sets_values(job):
         servers.client(0, job=job).fill(values_of())
 
 
+def test_a_second_chief_is_refused_and_both_are_named():
+    with Servers() as servers:
+        chief = servers.client(0)
+        chief.fill(values_of())
+        second = servers.client(5, job="chief")
+        with pytest.raises(
+            ClusterError, match=r"two processes .*process 1000\) .*process 1005\)\. Fix: start one"
+        ) as caught:
+            second.fill(values_of(seed=1))
+        assert caught.value.exit_code == USER_ERROR
+        assert_equal(chief.pull(), values_of())
+        chief.fill(values_of(seed=2))  # The first one goes on.
+        assert_equal(chief.pull(), values_of(seed=2))
+
+
 def test_half_a_gradient_is_none():
     with Servers(1, max_staleness=0) as servers:
         client, dying = servers.client(0), servers.client(1)

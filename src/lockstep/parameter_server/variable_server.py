@@ -110,6 +110,9 @@ class VariableService:
         self._aggregator, self._completed = SyncAggregator(), CompletedIds()
         self._previous: VariableSnapshot | None = None  # Before the last synchronous update, until the next one begins.
         self._changed = threading.Condition()
+        self._chief: ClientSession | None = (
+            None  # The first one that has set values: a chief has one connection in a call.
+        )
         self._being_applied: set[tuple[str, int]] = set()
         self.staleness: Counter[int] = Counter()
         self._handlers: dict[str, Callable[[ClientSession, Message, Arrays], Response]] = {
@@ -144,6 +147,12 @@ class VariableService:
         version, task = read_whole_number(message, "version"), read_whole_number(message, "task")
         state = self._store.prepare({name.removeprefix(VALUE): array for name, array in arrays.items()}, version)
         with self._changed:
+            if self._chief not in (None, session):
+                raise ProtocolError(
+                    f"two processes say that they are the chief: {self._chief} has set values before {session}. Fix: start one process "
+                    "as the chief"
+                )
+            self._chief = session
             self._store.load(*state)
             self._aggregator, self._completed, self._previous = SyncAggregator(version), CompletedIds(task), None
             self._changed.notify_all()
