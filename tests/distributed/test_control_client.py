@@ -1,5 +1,6 @@
 """What workers that have met do with each other; they are threads of this process."""
 
+import contextlib
 import re
 import socket
 import threading
@@ -14,6 +15,7 @@ from lockstep.distributed.control.connect import open_control_channel
 from lockstep.distributed.control.control_client import _HeartbeatState
 from lockstep.distributed.control.failure_detector import FailureKind
 from lockstep.distributed.control.handshake import Peer
+from lockstep.distributed.control.heartbeat import QUIET
 from lockstep.distributed.worker_process_group import coordinate_saving
 from tests.distributed.threaded_job import ThreadedJob
 from tests.support.waiting import DEADLINE, wait_until
@@ -229,6 +231,38 @@ def test_who_fails_is_named_to_the_others_once_and_their_calls_end(failing):
             assert failure.sentence.endswith("failed: ValueError: no labels")
             with pytest.raises(ClusterError, match="no labels"):
                 job.sessions[index].check()
+
+
+@contextlib.contextmanager
+def held(loop):
+    """A loop that neither sends nor receives, as if one call of its process held Python's lock."""
+    is_over = threading.Event()
+    loop.call(lambda: is_over.wait(DEADLINE))
+    try:
+        yield
+    finally:
+        is_over.set()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("may_follow", "cause"), [(True, (FailureKind.SILENT, 1)), (False, (FailureKind.FAILED, 2))])
+def test_a_busy_worker_is_the_cause_only_of_what_may_follow_from_its_loss(may_follow, cause):
+    with ThreadedJob(3) as job, held(job.sessions[1]._loop):
+        chief, client = job.sessions[0], job.sessions[2]
+        wait_until(lambda: time.monotonic() - chief.heartbeats()[1].heard > QUIET, "a silence")
+        client.fail("ValueError: no labels", may_follow=may_follow)
+        wait_until(lambda: job.failures[0], "a failure on the chief")
+        assert (job.failures[0][0].kind, job.failures[0][0].worker) == cause
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("may_follow", [True, False])
+def test_a_busy_chief_is_the_cause_only_of_what_may_follow_from_its_loss(may_follow):
+    with ThreadedJob(2) as job, held(job.sessions[0]._server._loop):
+        client = job.sessions[1]
+        wait_until(lambda: client._heartbeat.silence > QUIET, "a silence")
+        client.fail("ValueError: no labels", may_follow=may_follow)
+        assert (client.failure and client.failure.kind) == (FailureKind.SILENT if may_follow else None)
 
 
 def test_who_has_left_is_an_error_only_for_those_that_need_it():

@@ -7,6 +7,7 @@ import time
 from types import SimpleNamespace, TracebackType
 
 import pytest
+from jax.errors import ConcretizationTypeError, JaxRuntimeError
 
 from lockstep import ClusterError
 from lockstep.distributed.control.failure_detector import Failure, FailureKind
@@ -23,11 +24,12 @@ class FakeSession:
     """Worker 0; ``becomes`` is what the job fails with when this worker says that it has."""
 
     def __init__(self, becomes):
-        self.group, self.failure, self.said = SimpleNamespace(index=0), None, []
+        self.group, self.failure, self.said, self.may_follow = SimpleNamespace(index=0), None, [], None
         self._becomes = becomes
 
-    def fail(self, summary):
+    def fail(self, summary, *, may_follow):
         self.said.append(summary)
+        self.may_follow = may_follow
         self.failure = self.failure or self._becomes
 
 
@@ -62,6 +64,28 @@ def test_the_code_is_that_of_the_cause(error, becomes, code, capfd):
     written = capfd.readouterr().err
     assert str(error) in written
     assert (becomes is not None and becomes.sentence in written) == (becomes in (DIED, STUCK))
+
+
+def raised_from(error, cause):
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "may_follow"),
+    [
+        (JaxRuntimeError("INTERNAL: Gloo: connection closed by peer"), True),
+        (raised_from(ValueError("could not train"), JaxRuntimeError("INTERNAL: Gloo")), True),
+        (ClusterError("worker 1 did not reach the end", 124), True),
+        (ValueError("no labels"), False),
+        (RuntimeError("no labels"), False),
+        (ConcretizationTypeError.__new__(ConcretizationTypeError), False),
+    ],
+)
+def test_an_error_of_the_program_itself_follows_from_no_lost_worker(error, may_follow, capfd):
+    session = FakeSession(OWN)
+    ending(error, session)
+    assert session.may_follow is may_follow
 
 
 def test_an_error_before_the_workers_have_met_has_its_own_code(capfd):

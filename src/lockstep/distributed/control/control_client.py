@@ -187,17 +187,21 @@ class ControlClient:
                 "the process that made it."
             )
 
-    def fail(self, summary: str) -> None:
+    def fail(self, summary: str, *, may_follow: bool = False) -> None:
         """Report that this worker's program has failed with ``"ValueError: …"``; the other workers end with that sentence.
 
         Returns when the chief has confirmed it, after two seconds at the latest. Then :attr:`failure` is the cause that all were
         told, which may be another one: the death of a worker that has made this one fail.
+
+        Args:
+            summary: the exception.
+            may_follow: whether it may follow from the loss of another worker. Then a worker whose heartbeats are late is the cause.
         """
         if self.failure is None and self.is_open:
             self._is_failing = True
-            self._send_last({"kind": "fail", "summary": summary[:_MAX_SUMMARY]})
+            self._send_last({"kind": "fail", "summary": summary[:_MAX_SUMMARY], "may_follow": may_follow})
             self._confirmed.wait(_CONFIRMATION_SECONDS)
-            if self.failure is None and self._heartbeat.silence > QUIET:
+            if may_follow and self.failure is None and self._heartbeat.silence > QUIET:
                 self.failure = self._heartbeat.silent_chief()
 
     def leave(self, wait_seconds: float | None = None, *, stays: bool = False) -> None:

@@ -313,8 +313,11 @@ class ControlServer:
 
     def _on_fail(self, worker: _WorkerRecord, message: dict[str, Any]) -> None:
         worker.failed = True
-        found = make_failure(FailureKind.FAILED, worker.peer, f"failed: {message['summary']}")
-        self._loop.later(_SETTLE_SECONDS, lambda: self._declare(found))
+        found, may_follow = (
+            make_failure(FailureKind.FAILED, worker.peer, f"failed: {message['summary']}"),
+            message["may_follow"],
+        )
+        self._loop.later(_SETTLE_SECONDS, lambda: self._declare(found, may_follow))
 
     def _on_leave(self, worker: _WorkerRecord, message: dict[str, Any]) -> None:
         worker.left, worker.stays = True, bool(message["stays"])
@@ -372,10 +375,13 @@ class ControlServer:
         heard, since = max(worker.heard, self._suspends.since), max(worker.since, self._suspends.since)
         return WorkerStatus(worker.peer, heard, worker.step, worker.activity, since, worker.left, worker.metadata)
 
-    def _declare(self, found: Failure) -> None:
-        """Report the job's first failure to all workers, last to this process, which may end at once."""
+    def _declare(self, found: Failure, may_follow: bool = True) -> None:
+        """Report the job's first failure to all workers, last to this process, which may end at once.
+
+        If it may follow from the failure of another worker, that is looked for.
+        """
         if self._failure is None:
-            self._failure = find_cause(self._clock(), found, self.heartbeats())
+            self._failure = find_cause(self._clock(), found, self.heartbeats()) if may_follow else found
             self._send_all({"kind": "failure", "failure": self._failure.as_message()})
             self._release_staying()
 

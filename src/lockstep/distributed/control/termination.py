@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
 
-from lockstep._errors import USER_ERROR, exit_code_of, summary_of
+from lockstep._errors import USER_ERROR, ClusterError, exit_code_of, summary_of
 from lockstep.distributed.control.control_client import ControlClient
 from lockstep.distributed.control.failure_detector import Failure, FailureKind
 
@@ -90,7 +90,7 @@ class ExitGuard:
         """Leave the job after ``error``, which the caller raises: if the program catches it, the process belongs to no job any more."""
         self._handles_only = error
         if self.client is not None:
-            self.client.fail(summary_of(error))
+            self.client.fail(summary_of(error), may_follow=_may_follow(error))
             self.client.leave(0)
 
     def on_failure(self, failure: Failure) -> None:
@@ -127,7 +127,7 @@ class ExitGuard:
         return self._is_installed and not is_at_a_prompt and not is_other and os.getpid() == self._process
 
     def _end_after(self, error: BaseException) -> None:
-        failure = None if self.client is None else _cause(self.client, self._raised)
+        failure = None if self.client is None else _cause(self.client, error)
         code = exit_code_of(error, USER_ERROR if failure is None else failure.exit_code)
         if failure is not None:
             for callback in _consequence_callbacks:
@@ -181,9 +181,17 @@ def _is_uncaught(error: BaseException) -> bool:
     return error.__traceback__ is not None and error.__traceback__.tb_frame.f_back is None
 
 
-def _cause(client: ControlClient, summary: str) -> Failure | None:
+def _may_follow(error: BaseException) -> bool:
+    """Whether an exception may follow from the loss of another worker: it is of JAX's runtime, whose collectives fail, or about workers."""
+    return any(
+        isinstance(each, ClusterError) or (isinstance(each, RuntimeError) and type(each).__module__.startswith("jax"))
+        for each in _chain(error)
+    )
+
+
+def _cause(client: ControlClient, error: BaseException) -> Failure | None:
     """Report an exception; returns the failure of another worker if that is its cause."""
-    client.fail(summary)
+    client.fail(summary_of(error), may_follow=_may_follow(error))
     failure = client.failure
     is_own = failure is not None and failure.kind is FailureKind.FAILED and failure.worker == client.group.index
     return None if is_own else failure
