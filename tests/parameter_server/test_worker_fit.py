@@ -185,6 +185,24 @@ def test_replicas_of_all_workers_draw_different_numbers(devices):
     assert len(drawn) == sum(devices)
 
 
+@pytest.mark.parametrize(
+    ("begun", "exits"),
+    [
+        ([(0.0, 7), (0.0, 700)], False),  # It was not signalled.
+        ([(4.9, 7), (4.9, 700)], False),
+        ([(5.1, 7), (6.0, 10), (7.0, 12), (90.0, 8)], False),  # All of these may have been in flight.
+        ([(5.1, 7), (6.0, 13)], True),
+    ],
+)
+def test_a_worker_that_was_signalled_exits_if_the_chief_continues(begun, exits):
+    preemption = Mock(exit_alone=Mock(side_effect=SystemExit(75)))
+    worker = WorkerFit(net(), None, None, None, Mock(), 1, None, preemption, workers=2)
+    worker._batch = Mock(side_effect=InterruptedError("its work"))
+    for number, (preemption.seconds_signalled, update) in enumerate(begun, start=1):
+        with pytest.raises(SystemExit if exits and number == len(begun) else InterruptedError):
+            worker._run_task(SimpleNamespace(what={"update": update}, arrays={}, number=update))
+
+
 @pytest.mark.slow
 def test_a_history_of_any_size_comes_to_all_processes(monkeypatch):
     history = keras.callbacks.History()

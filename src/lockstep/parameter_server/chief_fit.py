@@ -25,10 +25,9 @@ from lockstep.parameter_server.staleness import UpdateCounters
 from lockstep.parameter_server.state_sync import State, StateSync, differs
 from lockstep.parameter_server.task_dispatcher import Result, TaskDispatcher
 from lockstep.parameter_server.variable_client import VariableClient
-from lockstep.parameter_server.worker_fit import NEWEST_EPOCH, epoch_key, hook_key
+from lockstep.parameter_server.worker_fit import NEWEST_EPOCH, TASKS_PER_WORKER, epoch_key, hook_key
 
 READY = "the servers have values"  # Key that the chief publishes after it has filled the servers.
-_TASKS_PER_WORKER = 2  # one that it runs, and one that waits for it
 _KEPT_BYTES = 2**28  # of the batches that a worker keeps because an earlier one may still be assigned to it
 
 
@@ -122,7 +121,7 @@ class ChiefFit:
             self._pass_key = pass_key
             self._publish_pass()
         self._schedule(number_of_batch, count_batch_rows(batch))
-        in_flight = _TASKS_PER_WORKER * max(1, self._dispatcher.worker_count)
+        in_flight = TASKS_PER_WORKER * max(1, self._dispatcher.worker_count)
         kept = math.inf if self._data.has_reader else max(in_flight, _KEPT_BYTES // max(1, _size_of(batch)))
         self._collect(0 if self._parts else in_flight - 1, kept)
         self._keras_logs = dict(self._logs)

@@ -159,8 +159,7 @@ class WorkerFitDispatch(ProcessGroup):
             return self.scheduler.evaluate(arguments["x"], proceed)
         self.scheduler.end()
         self._next_call()
-        with self._preemption(arguments) if call == "fit" else nullcontext():
-            result = self._run_fit(model, arguments) if call == "fit" else self._evaluate()
+        result = self._run_fit(model, arguments) if call == "fit" else self._evaluate()
         self._task_client.leave(self._call)
         if "error" in result.what:
             raise ClusterError(f"the chief's {call} has failed: {result.what['error']}", USER_ERROR)
@@ -173,19 +172,25 @@ class WorkerFitDispatch(ProcessGroup):
     def note_progress(self) -> None:
         """Do nothing: no other process waits for this one longer than for a task."""
 
-    def _preemption(self, arguments: dict[str, Any]) -> AbstractContextManager[Any]:
+    def _preemption(self, arguments: dict[str, Any]) -> AbstractContextManager[Preemption | None]:
         """Return the handler of preemption if there is a backup: the chief then needs this process for its last checkpoint."""
         backup = single_callback(fit_wrapper.callbacks_in(arguments), BackupAndRestore)
         return Preemption(self) if backup else nullcontext()
 
     def _run_fit(self, model: keras.Model, arguments: dict[str, Any]) -> Published:
+        with self._preemption(arguments) as preemption:
+            return self._work_for_chief(model, arguments, preemption)
+
+    def _work_for_chief(
+        self, model: keras.Model, arguments: dict[str, Any], preemption: Preemption | None
+    ) -> Published:
         data: KerasInput = arguments["x"]
         trainer.training_state(model, data.peek())  # Makes the variables, as Keras's loop does at the chief.
         batches = data.indexed_batches()
         result = self._task_client.enter(self._call)
         try:
             if result is None:
-                result = self._run_role(model, batches, arguments.get("validation_data"))
+                result = self._run_role(model, batches, arguments.get("validation_data"), preemption)
             if self._context.role.job == "worker":
                 _read_to_end(batches, result)
         except Exception as error:
@@ -196,10 +201,12 @@ class WorkerFitDispatch(ProcessGroup):
     def _evaluate(self) -> Published:
         return self._task_client.enter(self._call) or self._task_client.wait_for_end(self._call)
 
-    def _run_role(self, model: keras.Model, batches: IndexedBatches, validation_data: Any) -> Published:
+    def _run_role(
+        self, model: keras.Model, batches: IndexedBatches, validation_data: Any, preemption: Preemption | None
+    ) -> Published:
         try:
             if self._context.role.job == "worker":
-                return self._run_worker(model, batches)
+                return self._run_worker(model, batches, preemption)
             if self._context.role.job == "ps":
                 return self._run_server(model)
             return self._run_evaluator(model, validation_data)
@@ -210,11 +217,13 @@ class WorkerFitDispatch(ProcessGroup):
         self._call += 1
         return self._call
 
-    def _run_worker(self, model: keras.Model, batches: IndexedBatches) -> Published:
+    def _run_worker(self, model: keras.Model, batches: IndexedBatches, preemption: Preemption | None) -> Published:
         with closing(self._connect_to_servers(model)) as client:
             step = self._training.gradient_step(model)
-            log = self._context.log
-            return WorkerFit(model, step, batches, self._task_client, client, self._call, log).run()
+            log, workers = self._context.log, len(self._context.role.workers)
+            return WorkerFit(
+                model, step, batches, self._task_client, client, self._call, log, preemption, workers
+            ).run()
 
     def _run_server(self, model: keras.Model) -> Published:
         server = self._context.serve_variables(model, self._call)

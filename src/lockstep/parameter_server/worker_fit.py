@@ -10,6 +10,7 @@ from lockstep._keras.trainer import variables_of
 from lockstep.data.indexed_batches import IndexedBatches
 from lockstep.data.resumable_iterator import EpochHook
 from lockstep.execution.step_functions import in_step
+from lockstep.fit.checkpointing.preemption import Preemption
 from lockstep.parameter_server.gradient_step import (
     GradientResult,
     GradientStep,
@@ -33,7 +34,9 @@ from lockstep.parameter_server.task_client import Published, Task, TaskClient, r
 from lockstep.parameter_server.task_dispatcher import Result
 from lockstep.parameter_server.variable_client import BatchPart, VariableClient
 
+TASKS_PER_WORKER = 2  # in flight: one that it runs, and one that waits for it
 _REPLICAS = 2**16  # more than a worker has
+_STOP_SECONDS = 5.0  # in which a signal to this process has come to the chief, too, if it was for all
 NEWEST_EPOCH = "newest epoch"  # Key under which the chief publishes the last finished epoch.
 
 
@@ -48,7 +51,11 @@ def hook_key(number: int) -> str:
 
 
 class WorkerFit:
-    """One worker in one call of ``fit``."""
+    """One worker in one call of ``fit``.
+
+    After a signal to it, which ``preemption`` notices, the worker works until the chief has stopped. It exits if the chief continues: some
+    seconds later that schedules more batches than could have been in flight with so many ``workers``.
+    """
 
     def __init__(
         self,
@@ -59,8 +66,12 @@ class WorkerFit:
         client: VariableClient,
         call: int,
         log: Callable[[str], None],
+        preemption: Preemption | None = None,
+        workers: int = 1,
     ) -> None:
         self._model, self._step, self._batches = model, step, batches
+        self._preemption, self._workers = preemption, workers
+        self._last_in_flight: int | None = None  # Number of an update, if this process was signalled.
         self._task_client, self._client, self._call = task_client, client, call
         self._merge_rules = merge_rules(model)
         self._touched, self._log = TouchedRows(model, log), log
@@ -79,8 +90,19 @@ class WorkerFit:
         """Run tasks until the call ends; errors as for :func:`lockstep.parameter_server.task_client.run_tasks`."""
         return run_tasks(self._task_client, self._call, self._run_task, self._client.pause)
 
+    def _exit_if_chief_continues(self, update: int) -> None:
+        """Exit if this process was signalled and the chief was not, as it has scheduled an update that was not in flight then."""
+        if self._preemption is None or self._preemption.seconds_signalled < _STOP_SECONDS:
+            return
+        if self._last_in_flight is None:
+            one_more = 1  # of a chief that was signalled between two steps
+            self._last_in_flight = update + TASKS_PER_WORKER * self._workers + one_more
+        if update > self._last_in_flight:
+            self._preemption.exit_alone()
+
     def _run_task(self, task: Task) -> Result:
         what = task.what
+        self._exit_if_chief_continues(what["update"])
         batch = self._batch(what)
         part, parts = what.get("part"), what.get("parts", 1)
         if part is not None:

@@ -192,6 +192,27 @@ def test_a_signal_that_is_repeated_at_once_or_at_the_end_is_the_same_request(tim
     assert ("stops True" in done.stdout) == (code == ENDS_WITH)
 
 
+ALONE = """
+import os, signal
+from lockstep.data.process_group import ProcessGroup
+from lockstep.fit.checkpointing.preemption import Preemption
+now = 1.0
+with Preemption(ProcessGroup(), clock=lambda: now) as preemption:
+    assert preemption.seconds_signalled == 0
+    for now in (3.0, 4.0):
+        os.kill(os.getpid(), signal.SIGTERM)
+    now = 7.5
+    print("for", preemption.seconds_signalled)
+    preemption.exit_alone()
+"""
+
+
+def test_a_process_whose_others_continue_exits_with_the_code_of_a_preemption(python):
+    done = python(code=ALONE)
+    assert (done.returncode, done.stdout) == (ENDS_WITH, "for 4.5\n")
+    assert done.stderr.endswith("SIGTERM: the other processes continue, and this one ends with code 75.\n")
+
+
 def test_checkpoint_restores_the_handlers_if_closing_fails(tmp_path, monkeypatch):
     before = signal.getsignal(signal.SIGTERM)
     checkpoint = lockstep.MirroredStrategy(["cpu:0"]).checkpoint(tmp_path)

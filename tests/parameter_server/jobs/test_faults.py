@@ -180,6 +180,18 @@ def test_a_job_that_is_asked_to_stop_leaves_a_checkpoint_and_goes_on_from_it(job
     assert int(found["long/optimizer/0"]) == 3 * 46
 
 
+def test_a_worker_that_alone_is_asked_to_stop_ends_and_the_others_do_its_batches(job, tmp_path):
+    options = {"cases": ["long"], "strategy": {}, "backup": str(tmp_path / "kept")}
+    made = job(workers=2, servers=1)
+    signalled = only("worker", 1, stop=[3, signal.SIGTERM], stop_seconds=0)
+    made.start_all(but=["worker0"], each=signalled, **options)
+    assert made.processes["worker1"].end() == 75
+    assert "SIGTERM: the other processes continue" in made.processes["worker1"].said
+    made.start("worker", 0, **options)
+    made.end(but=["worker1"])
+    assert int(arrays(made, "chief", 0)["long/optimizer/0"]) == 3 * 46
+
+
 @pytest.mark.xdist_group("evaluated")
 def test_a_training_that_is_finished_ends_at_once_on_all_processes_when_it_starts_again(evaluated, job):
     made, options = evaluated

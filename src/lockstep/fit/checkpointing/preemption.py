@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 from lockstep._errors import PEER_LOST, CheckpointError, ClusterError, summary_of
 from lockstep._logging import log_info
@@ -89,6 +89,17 @@ class Preemption:
             if signal.getsignal(number) is signal.SIG_DFL:
                 signal.signal(number, signal.SIG_IGN)
                 _ignored.add(number)
+
+    @property
+    def seconds_signalled(self) -> float:
+        """Seconds since the first signal to this process; 0 if there was none."""
+        return self._clock() - min(self._signalled_at.values()) if self._signalled_at else 0.0
+
+    def exit_alone(self) -> NoReturn:
+        """Exit with code 75 because of a signal to this process, without which the others continue."""
+        self.reason = self._signal_name
+        log_info(f"{self.reason}: the other processes continue, and this one ends with code {PEER_LOST}.")
+        raise SystemExit(PEER_LOST)
 
     def end_step(self) -> bool:
         """Exchange signals after a step, if it is time to; return whether all processes stop now. Each calls this after the same steps.

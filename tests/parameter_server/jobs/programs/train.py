@@ -1,7 +1,7 @@
 """Trains some of the cases one after the other: as a process of a job with servers, or alone.
 
 The one argument is JSON: ``cases``, ``folder`` and ``name`` say what to train and where to leave it; ``strategy`` has arguments of
-ParameterServerStrategy, ``replicas`` makes it a MirroredStrategy; ``stop`` says at which batch of this process which signal is sent to it.
+ParameterServerStrategy, ``replicas`` makes it a MirroredStrategy; ``stop`` says at which batch of this process which signal is sent to it, and ``stop_seconds`` after which time a worker ends alone.
 """
 
 import contextlib
@@ -15,6 +15,7 @@ import keras
 import numpy as np
 
 import lockstep
+from lockstep.parameter_server import worker_fit
 from tests.parameter_server.own_step import OwnStep
 from tests.support.telling import tell
 
@@ -226,6 +227,8 @@ def main(config):
         partitioner = cut and lockstep.partitioners.FixedShardsPartitioner(cut)
         strategy = lockstep.ParameterServerStrategy(variable_partitioner=partitioner, **options)
         tell(has_joined=True)
+        if "stop_seconds" in config:
+            worker_fit._STOP_SECONDS = config["stop_seconds"]
         if config.get("stop"):
             stop_at(strategy, *config["stop"])
     elif config.get("replicas"):
