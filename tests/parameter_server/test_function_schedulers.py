@@ -1,12 +1,14 @@
 """Loops of one's own in one process: what is refused, what travels, what is kept."""
 
 import json
+from types import SimpleNamespace
 
 import keras
 import numpy as np
 import pytest
 
 import lockstep
+from lockstep import ClusterError
 from lockstep._errors import PEER_LOST, USER_ERROR
 from lockstep.distributed.control.handshake import Peer, RetryableConnectError
 from lockstep.execution.replica import StateMerge
@@ -17,8 +19,10 @@ from lockstep.parameter_server.function_scheduler_base import (
     optimizer_numbers_of,
     set_weights,
 )
+from lockstep.parameter_server.function_schedulers import WorkerScheduler
 from lockstep.parameter_server.rpc import ClientSession
 from lockstep.parameter_server.state_sync import FollowedState, SeedOffsets
+from lockstep.parameter_server.task_client import Task
 from lockstep.parameter_server.task_dispatcher import SyncPointLog, TaskDispatcher, TaskQueue
 from lockstep.parameter_server.variable_store import CompletedIds
 from tests.parameter_server.threaded_servers import DEADLINE
@@ -268,6 +272,36 @@ def test_tasks_come_before_a_sync_point_which_outlasts_its_call():
     dispatcher.open(2)
     assert dispatcher.handle(session, take, {}) == fact({"value": 5})
     assert dispatcher.handle(session, take | {"point": 1}, {})[0]["kind"] == "over"
+
+
+def test_a_script_that_has_scheduled_fewer_functions_than_the_chiefs_before_a_wait_is_named():
+    dispatcher, session = TaskDispatcher(), ClientSession(Peer(1, 2, "here", 1, information={"job": "worker"}))
+    dispatcher.open(1)
+    for number in range(2):
+        dispatcher.schedule({"n": number})
+    take = {"kind": "take", "call": 1, "seconds": 0}
+    assert dispatcher.handle(session, take | {"point": 0, "known": 2}, {})[0]["task"] == 0
+    dispatcher.publish_sync_point({})
+    dispatcher.schedule({"n": 2})  # Behind the wait of a worker that comes late.
+    assert dispatcher.handle(session, take | {"point": 0, "known": 2}, {})[0]["task"] == 1
+    failed, _ = dispatcher.handle(session, take | {"point": 1, "known": 2, "seconds": DEADLINE}, {})
+    assert (failed["kind"], failed["code"]) == ("failed", USER_ERROR)
+    assert failed["sentence"].startswith(
+        "The script of worker 1 of 2 (here, process 1) has scheduled 2 functions before it waits, and"
+    )
+    assert ". Fix: make the same calls of schedule," in failed["sentence"]
+    with pytest.raises(ClusterError, match="has scheduled 2 functions"):
+        dispatcher.join()
+
+
+def test_a_task_that_a_worker_does_not_know_is_an_error_of_its_script():
+    context = SimpleNamespace(role=SimpleNamespace(name="worker 1 of 2 (b:1)"))
+    scheduler = WorkerScheduler(context, None, None, None)
+    with pytest.raises(
+        ClusterError, match=r"The script of worker 1 of 2 \(b:1\) has scheduled 0 functions .*Fix: "
+    ) as caught:
+        scheduler._run_task(Task(2, {}, {}))
+    assert caught.value.exit_code == USER_ERROR
 
 
 def test_raising_the_bound_completes_numbers_that_were_never_added():

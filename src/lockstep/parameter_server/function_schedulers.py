@@ -66,7 +66,7 @@ from lockstep.parameter_server.task_client import (
     TaskClient,
     run_tasks,
 )
-from lockstep.parameter_server.task_dispatcher import Result, TaskDispatcher
+from lockstep.parameter_server.task_dispatcher import Result, TaskDispatcher, missing_schedule
 from lockstep.parameter_server.variable_client import VariableClient
 
 
@@ -344,6 +344,8 @@ class WorkerScheduler(SchedulerBase):
     def _run_task(self, task: Task) -> Result:
         while self._functions and (number := next(iter(self._functions))) < task.below:
             del self._functions[number]
+        if task.number not in self._functions:
+            raise ClusterError(missing_schedule(self._context.role.name, self._scheduled), USER_ERROR)
         function, arguments = self._functions[task.number]
         if self._runner is None:
             raise ScopeError("A function was assigned to a process that is no worker.")

@@ -151,6 +151,11 @@ class SyncPointLog:
         self._entries: deque[Result] = deque()
         self._weights: dict[int, Arrays] = {}  # by number of the point, rising
 
+    @property
+    def count(self) -> int:
+        """Number of points that were added."""
+        return self._first + len(self._entries)
+
     def add(self, what: Message, arrays: Arrays, weights: Arrays | None = None) -> None:
         """Add the next point, which is kept, whatever its size.
 
@@ -160,7 +165,7 @@ class SyncPointLog:
             weights: further arrays, which may be dropped earlier.
         """
         if weights is not None:
-            self._weights[self._first + len(self._entries)] = weights
+            self._weights[self.count] = weights
             while len(self._weights) > 1 and sum(map(_size_of, self._weights.values())) > self._limit:
                 del self._weights[next(iter(self._weights))]
         self._entries.append((what, arrays))
@@ -174,12 +179,20 @@ class SyncPointLog:
         if "point" not in message:
             return None
         number = read_whole_number(message, "point")
-        if number >= self._first + len(self._entries):
+        if number >= self.count:
             return None
         if number < self._first:
             return {"kind": "published", "what": {"is_forgotten": True}}, {}
         what, arrays = self._entries[number - self._first]
         return {"kind": "published", "what": what}, {**arrays, **self._weights.get(number, {})}
+
+
+def missing_schedule(process: str, known: int) -> str:
+    """Return the error of a process whose script has scheduled fewer functions than that of the chief before the same sync point."""
+    return (
+        f"The script of {process} has scheduled {known} function{'' if known == 1 else 's'} before it waits, and that of the chief more. "
+        "Fix: make the same calls of schedule, join, done, fetch and evaluate on all processes, also where strategy.is_chief is false."
+    )
 
 
 def _size_of(arrays: Arrays) -> int:
@@ -497,6 +510,9 @@ class TaskDispatcher:
         known = read_whole_number(message, "known") if "known" in message else None
 
         def take() -> Response | None:
+            if known is not None and known < self._queue.added and message.get("point") == self._sync_points.count:
+                self.fail_calls(missing_schedule(str(session), known))
+                return None
             number = self._queue.take(session, self._clock(), known)
             if number is None:
                 return None
