@@ -174,6 +174,7 @@ NO_FIX = {  # Class, file and beginning of messages without a fix, by reason
         ("JoinRejection", "distributed/control/admission.py", "the chief (…) is of start"),
         ("JoinRejection", "distributed/control/control_server.py", "the job of this chief has failed"),
         ("JoinRejection", "launch/rendezvous_state.py", "another node … has joined"),
+        ("JoinRejection", "launch/rendezvous_state.py", "the job of node 0 is ending"),
     ),
     "a phrase, which the caller makes a sentence with a fix": (
         ("TypeError", "_array_encoding.py", "a"),

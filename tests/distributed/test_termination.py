@@ -76,6 +76,8 @@ def raised_from(error, cause):
     [
         (JaxRuntimeError("INTERNAL: Gloo: connection closed by peer"), True),
         (raised_from(ValueError("could not train"), JaxRuntimeError("INTERNAL: Gloo")), True),
+        (ValueError("UNKNOWN: Gloo AllGather failed: Connection closed by peer"), True),
+        (JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory"), False),
         (ClusterError("worker 1 did not reach the end", 124), True),
         (ValueError("no labels"), False),
         (RuntimeError("no labels"), False),

@@ -313,11 +313,8 @@ class ControlServer:
 
     def _on_fail(self, worker: _WorkerRecord, message: dict[str, Any]) -> None:
         worker.failed = True
-        found, may_follow = (
-            make_failure(FailureKind.FAILED, worker.peer, f"failed: {message['summary']}"),
-            message["may_follow"],
-        )
-        self._loop.later(_SETTLE_SECONDS, lambda: self._declare(found, may_follow))
+        found = make_failure(FailureKind.FAILED, worker.peer, f"failed: {message['summary']}")
+        self._loop.later(_SETTLE_SECONDS, lambda: self._declare(found, message["may_follow"]))
 
     def _on_leave(self, worker: _WorkerRecord, message: dict[str, Any]) -> None:
         worker.left, worker.stays = True, bool(message["stays"])

@@ -26,6 +26,19 @@ _WRITE_SECONDS = 1.0  # A full pipe, or a lock that the main thread holds, must 
 _ABORT_SECONDS = 5.0  # For the control client to find the cause of an abort and to end the process.
 _POLL_SECONDS = 0.05
 _STANDARD_ERROR = 2
+# With these the text of JAX's RuntimeError or ValueError begins where a collective, or the connection to the other processes, has failed.
+_STATUS_OF_COLLECTIVES = tuple(
+    f"{status}: "
+    for status in (
+        "ABORTED",
+        "CANCELLED",
+        "DEADLINE_EXCEEDED",
+        "FAILED_PRECONDITION",
+        "INTERNAL",
+        "UNAVAILABLE",
+        "UNKNOWN",
+    )
+)
 
 
 class ExitGuard:
@@ -182,9 +195,10 @@ def _is_uncaught(error: BaseException) -> bool:
 
 
 def _may_follow(error: BaseException) -> bool:
-    """Whether an exception may follow from the loss of another worker: it is of JAX's runtime, whose collectives fail, or about workers."""
+    """Return whether an exception may follow from the loss of another worker: it is about workers, or of a collective of JAX's runtime."""
     return any(
-        isinstance(each, ClusterError) or (isinstance(each, RuntimeError) and type(each).__module__.startswith("jax"))
+        isinstance(each, ClusterError)
+        or (isinstance(each, (RuntimeError, ValueError)) and str(each).startswith(_STATUS_OF_COLLECTIVES))
         for each in _chain(error)
     )
 
