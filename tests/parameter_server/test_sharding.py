@@ -70,7 +70,7 @@ def test_a_function_may_be_a_partitioner():
     assert [shard.spec.shape for shard in made.shards["a"]] == [(1, 2)] * 5
 
 
-@pytest.mark.parametrize("partitions", [[1, 2], [0, 1], [2], []])
+@pytest.mark.parametrize("partitions", [[1, 2], [0, 1], [2], [], ["a", 1], [1.5, 1]])
 def test_only_the_first_axis_can_be_cut(partitions):
     with pytest.raises(OptionError, match=r"variable_partitioner: a of shape \(5, 2\): expected 2 numbers"):
         plan_shards([ArraySpec("a", (5, 2), "float32")], 2, lambda shape, dtype: partitions)

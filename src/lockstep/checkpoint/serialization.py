@@ -383,7 +383,7 @@ def sign(path: Path, key: bytes) -> None:
         replace_file(path / MANIFEST, lambda file: file.write(content), is_synced=True)
     except OSError as error:
         raise CheckpointError(
-            f"{path / MANIFEST}: cannot be written: {error.strerror}. Fix: make its directory writable for this user.",
+            f"{path / MANIFEST}: cannot be written: {error.strerror or error}. Fix: make its directory writable for this user.",
             error.errno,
         ) from error
 

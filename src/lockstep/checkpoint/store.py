@@ -183,7 +183,7 @@ class CheckpointStore:
             return checkpoints_in(self.directory)
         except OSError as error:
             raise CheckpointError(
-                f"{self.directory}: cannot be read: {error.strerror}. Fix: name a directory that this user may read.",
+                f"{self.directory}: cannot be read: {error.strerror or error}. Fix: name a directory that this user may read.",
                 error.errno,
             ) from error
 

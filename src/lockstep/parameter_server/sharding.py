@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 
 import numpy as np
 
@@ -153,7 +154,8 @@ def _shard_count(variable: ArraySpec, partitioner: PartitionFunction | None) -> 
         return 1
     given = partitioner(variable.shape, variable.dtype)
     partitions = list(given) if isinstance(given, Iterable) else []
-    if len(partitions) != len(variable.shape) or partitions[0] < 1 or any(count != 1 for count in partitions[1:]):
+    are_counts = len(partitions) == len(variable.shape) and all(isinstance(one, Integral) for one in partitions)
+    if not are_counts or partitions[0] < 1 or any(count != 1 for count in partitions[1:]):
         raise OptionError(
             f"variable_partitioner: {variable.name} of shape {variable.shape}: expected {len(variable.shape)} numbers, the first of at "
             f"least 1 and all others 1, as only the first axis can be cut; got {given!r}. Fix: return a list such as {[2] + [1] * (len(variable.shape) - 1)}."
