@@ -225,7 +225,7 @@ class RendezvousClient:
             )
             yield current
         if self._exit is not None and self._exit.sentence:
-            self.log(f"{self._exit.sentence}.")
+            self.log(f"{self._exit.sentence.removesuffix('.')}.")
 
     def record(self, workers: LocalWorkers) -> None:
         """Report to the server how a generation has ended here."""
@@ -312,7 +312,7 @@ class RendezvousClient:
         elif message["kind"] == "stop_generation":
             self._stop_reason = message["sentence"]
         elif message["kind"] == "generation_failed":
-            self.log(f"{message['sentence']}.")
+            self.log(f"{message['sentence'].removesuffix('.')}.")
         elif message["kind"] == "heartbeat":
             self._waiting_for = message["waits"]
         elif message["kind"] == "end" and self._exit is None:

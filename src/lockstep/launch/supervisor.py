@@ -198,7 +198,7 @@ class _Supervisor:
         """Run one generation of workers after the other until the restart loop ends."""
         loop = self._restart_loop(node)
         if isinstance(loop, NodeExit):
-            self._log(f"{loop.sentence}." if loop.sentence else "stopped by a signal.")
+            self._log(f"{loop.sentence.removesuffix('.')}." if loop.sentence else "stopped by a signal.")
             return loop.code
         with contextlib.closing(loop), contextlib.closing(loop.assignments()) as assignments:
             for assignment in assignments:
