@@ -47,6 +47,16 @@ def test_batch_normalization_is_that_of_each_replica():
         assert_close(np.asarray(ours.value), np.asarray(theirs.value), 1e-5, ours.path)
 
 
+def test_batch_normalization_of_a_backbone_can_be_synchronized():
+    def synchronize(model):
+        for layer in model.backbone.layers:
+            if isinstance(layer, keras.layers.BatchNormalization):
+                layer.synchronized = True
+
+    net = named("resnet")
+    assert_same_state(train(net, mirrored(), synchronize), train(net))
+
+
 def test_a_head_is_trained_on_a_frozen_backbone_and_then_both():
     net = named("resnet")
 
