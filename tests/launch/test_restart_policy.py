@@ -162,7 +162,7 @@ def test_only_the_last_worker_starts_again_when_the_job_is_about_to_end(monkeypa
     names = [ProcessName("worker", number) for number in range(workers)]
     again = []
     policy = restart_policy.WorkerLossPolicy(set(names), restart_policy.RestartBudget(3), again.append, print)
-    failure = SimpleNamespace(process=names[0], code=-9, confirmed_at=0.0, headline="worker 0 was killed")
+    failure = ProcessFailure(names[0], -9, 0.0, None, "")
     lost = Mock(failure=failure)
     if is_lost_before:
         policy.tolerated.add(lost)
@@ -179,7 +179,7 @@ def test_a_lost_worker_starts_again_later_if_the_job_does_not_end_after_all(monk
     names = [ProcessName("worker", number) for number in range(2)]
     again = []
     policy = restart_policy.WorkerLossPolicy(set(names), restart_policy.RestartBudget(3), again.append, print)
-    failure = SimpleNamespace(process=names[0], code=-9, confirmed_at=0.0, headline="worker 0 was killed")
+    failure = ProcessFailure(names[0], -9, 0.0, None, "")
     lost = Mock(failure=failure)
     policy.update([lost] if is_lost_before else [])
     policy.delay_restarts(700.0)
@@ -187,6 +187,20 @@ def test_a_lost_worker_starts_again_later_if_the_job_does_not_end_after_all(monk
         assert again == []
         policy.update([lost])
     assert again == names[:1]
+
+
+@pytest.mark.parametrize(
+    ("workers", "codes", "left"), [(3, (75, 75), 3), (3, (75, -9), 2), (2, (75, -9, 75, 75, 75), 2)]
+)
+def test_restarts_of_workers_that_lost_another_process_are_returned_if_that_ends_the_job(workers, codes, left):
+    """Also if it ends because no worker is left: workers that are started again lose a server that hangs once more."""
+    names, restarts = [ProcessName("worker", number) for number in range(workers)], restart_policy.RestartBudget(3)
+    policy = restart_policy.WorkerLossPolicy(set(names), restarts, print, print)
+    for number, code in enumerate(codes):
+        policy._on_loss(ProcessFailure(names[number % workers], code, 0.0, None, ""), 0.0)
+        policy._restart_at.clear()
+    policy.return_restarts()
+    assert len(list(iter(restarts.take, None))) == left
 
 
 @pytest.mark.slow

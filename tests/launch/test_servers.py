@@ -190,6 +190,19 @@ def test_all_start_again_when_a_server_fails_and_restarts_are_counted_once(tmp_p
 
 
 @pytest.mark.slow
+def test_a_failed_server_costs_one_restart_though_workers_that_lost_it_were_started_again(tmp_path):
+    lost = "generation, me = int(os.environ['LOCKSTEP_GENERATION']), f'{task[\"index\"]}'\n"
+    lost += "if task['type'] == 'worker' and not is_there(f'lost{me}'): write(f'lost{me}'); os._exit(75)"
+    again = "if task['type'] == 'worker': write(f'again{me}')"
+    failed = f"if {part('ps')} and generation == 0:\n    wait_for(lambda: is_there('again0') and is_there('again1')); sys.exit(8)"
+    path = job_of(tmp_path, lost, again, failed, chief="time.sleep(50) if generation == 0 else None")
+    done = run("--workers", 2, "--servers", 1, "--max-restarts", 2, path)
+    assert done.returncode == 0, done.stderr
+    assert "it restarts in 2 s (restart 2 of 2)." in done.stderr
+    assert "lockstep run: restart 1 of 2 in 1 s.\n" in done.stderr
+
+
+@pytest.mark.slow
 def test_who_does_not_end_when_the_chief_is_done_is_ended(tmp_path):
     path = program(
         tmp_path,

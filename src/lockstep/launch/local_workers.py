@@ -139,6 +139,8 @@ class LocalWorkers:
                 self._losses.update(self._not_saved)
             self._check_remote_stop()
             self._check_limits()
+        if self.failure is not None:
+            self._losses.return_restarts()
         self._log_failures_after_done()
 
     def kill_and_reap(self) -> None:

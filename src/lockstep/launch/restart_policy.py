@@ -42,6 +42,10 @@ class RestartBudget:
         self._taken += 1
         return self._taken
 
+    def give_back(self, restarts: int) -> None:
+        """Return restarts that were taken."""
+        self._taken -= restarts
+
 
 class WorkerLossPolicy:
     """Lost workers of one generation.
@@ -64,6 +68,7 @@ class WorkerLossPolicy:
         self.tolerated: set[WorkerProcess] = set()
         self._lost: set[ProcessName] = set()  # Lost for good: no restart was left.
         self._restart_at: dict[ProcessName, float] = {}  # On the monotonic clock.
+        self._returnable = 0  # Restarts of workers that have only lost another process.
         self._not_before = float("-inf")  # The earliest time of a restart, on the monotonic clock.
 
     def fatal(self, failures: Iterable[ProcessFailure]) -> list[ProcessFailure]:
@@ -89,6 +94,10 @@ class WorkerLossPolicy:
         if self._lost | self._restart_at.keys() < self._expendable:
             self._restart_at = {process: max(at, until) for process, at in self._restart_at.items()}
 
+    def return_restarts(self) -> None:
+        """Return the restarts of workers that had only lost another process, as the job has failed of it."""
+        self._restarts.give_back(self._returnable)
+
     def deadlines(self, workers: Sequence[WorkerProcess]) -> list[float]:
         """Return the times at which ``update`` will have something to do, on the monotonic clock."""
         failures = (worker.failure for worker in workers if worker not in self.tolerated)
@@ -102,6 +111,7 @@ class WorkerLossPolicy:
         is_last = self._lost | self._restart_at.keys() | {failure.process} == self._expendable
         restart = self._restarts.take()
         if restart is not None:
+            self._returnable += failure.is_consequence
             restart_at = now + backoff_seconds(restart)
             self._restart_at[failure.process] = restart_at if is_last else max(restart_at, self._not_before)
             action = (
