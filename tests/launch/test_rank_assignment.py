@@ -50,6 +50,17 @@ def test_what_is_no_address_is_refused(address):
         assert job(coordinator=address)
 
 
+@pytest.mark.parametrize(
+    ("options", "option"),
+    [({"coordinator": "127.0.0.1:5"}, "--coordinator"), ({"hosts": ("localhost", "b")}, "--hosts")],
+)
+def test_worker_0_of_several_nodes_needs_an_address_that_the_others_can_reach(options, option):
+    with pytest.raises(OptionError, match=rf"{option}: 'local.*|{option}: '127.*"):
+        job(nodes=2, **options)
+    job(nodes=2, hosts=("127.0.0.1:5", "127.0.0.1:9"))  # On one machine.
+    job(nodes=1, coordinator="127.0.0.1:5")
+
+
 def test_ports_may_not_run_out():
     with pytest.raises(OptionError, match="a:65535: there are no ports for 2 workers"):
         job(workers=2, coordinator="a:65535")

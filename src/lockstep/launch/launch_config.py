@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep._errors import OptionError, seconds, whole_number
-from lockstep.distributed.cluster.addresses import DEFAULT_PORT, MAX_PORT, join_address, split_address
+from lockstep.distributed.cluster.addresses import DEFAULT_PORT, MAX_PORT, is_loopback, join_address, split_address
 
 MAX_WORKERS = 1024  # on one node
 
@@ -158,6 +158,7 @@ class LaunchConfig:
             raise OptionError(
                 f"--node-rank: expected 0 to {self.nodes - 1}, got {self.node_rank}. Fix: number the nodes from 0."
             )
+        self._check_reachable()
         for address in self.first_addresses if self.is_elastic else ():  # That port is the one of the rendezvous.
             self._check_ports(address, split_address("address", address)[1] + 1)
         addresses = self.addresses or ()
@@ -165,6 +166,18 @@ class LaunchConfig:
             twice = next(address for address in addresses if addresses.count(address) > 1)
             raise OptionError(
                 f"--hosts: two workers would have the address {twice}. Fix: give each node its own ports."
+            )
+
+    def _check_reachable(self) -> None:
+        """Check that other machines can reach worker 0; with ``hosts``, all nodes may be on one machine."""
+        nodes = [split_address("address", address)[0] for address in self.first_addresses]
+        if self.nodes == 1 or self.is_elastic or not nodes or not is_loopback(nodes[0]):
+            return
+        if self.hosts is None or not all(map(is_loopback, nodes)):
+            option = "--coordinator" if self.hosts is None else "--hosts"
+            raise OptionError(
+                f"{option}: {nodes[0]!r} is its own machine for each node, so the others cannot reach worker 0 there. Fix: give the "
+                "name or address that the machine of node 0 has in the network."
             )
 
 
