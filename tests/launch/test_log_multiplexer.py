@@ -67,6 +67,10 @@ def test_lines_arrive_while_the_program_runs(tmp_path):
         ([b"1/9\b\b\b\r2/9\b\b\b\r"], [], [b"2/9"]),
         ([b"\n\r\n"], [b"", b""], []),
         ([b"x" * 70_000], [b"x" * 65_536], [b"x" * 4_464]),
+        (["é".encode() * 35_000], ["é".encode() * 32_768], ["é".encode() * 2_232]),
+        ([b"x" + "é".encode() * 35_000], [b"x" + "é".encode() * 32_767], ["é".encode() * 2_233]),
+        ([b"1%".ljust(40_000) + b"\r" + b"2%".ljust(40_000)], [b"1%".ljust(40_000)], [b"2%".ljust(40_000)]),
+        ([b"\xa9" * 70_000], [b"\xa9" * 65_536], [b"\xa9" * 4_464]),
     ],
 )
 def test_lines_are_those_that_a_terminal_would_show(fed, lines, rest):

@@ -167,7 +167,21 @@ class LineSplitter:
 
 
 def _chunks(line: bytes) -> list[bytes]:
-    return [line[start : start + _MAX_LINE_BYTES] for start in range(0, len(line) or 1, _MAX_LINE_BYTES)]
+    chunks = []
+    while len(line) > _MAX_LINE_BYTES:
+        end = _end_of_chunk(line)
+        chunks.append(line[:end])
+        line = line[end:]
+    return [*chunks, line]
+
+
+def _end_of_chunk(line: bytes) -> int:
+    """Return where to cut a long line: after a carriage return, else before a character of UTF-8."""
+    end = line.rfind(b"\r", 0, _MAX_LINE_BYTES) + 1
+    if end:
+        return end
+    starts = (end for end in range(_MAX_LINE_BYTES, _MAX_LINE_BYTES - 4, -1) if line[end] & 0xC0 != 0x80)
+    return next(starts, _MAX_LINE_BYTES)
 
 
 def _visible(line: bytes) -> bytes:
