@@ -41,6 +41,7 @@ MAX_SECONDS = 1e9  # 31 years, of an argument
 MAX_WAIT_SECONDS = (2**31 - 1) / 1000  # of one wait of the operating system: 25 days
 _MAX_DEPTH = 100  # levels of nested values
 _MAX_SHOWN = 200  # characters of a value in a message
+_MAX_DIGITS = 18  # of numbers in variables and addresses
 
 
 class LockstepError(Exception):
@@ -230,6 +231,11 @@ def install_extra(extra: str) -> str:
         "pip install '.[orbax]' in a checkout of Lockstep"
     """
     return f"pip install '.[{extra}]' in a checkout of Lockstep"
+
+
+def is_decimal(text: str) -> bool:
+    """Return whether a text is a whole number in decimal digits, not so many that Python refuses to read them."""
+    return text.isascii() and text.isdecimal() and len(text) <= _MAX_DIGITS
 
 
 def whole_number(name: str, value: object, minimum: int | None = 1, maximum: int | None = None) -> int:

@@ -26,6 +26,7 @@ def options(**variables):
 
 def test_without_variables_there_is_no_secret_and_nothing_is_open():
     assert NetworkOptions.of({}) == options(secret="", open="0") == NetworkOptions(None, is_open=False, bind_host=None)
+    assert options(bind=" [::1] ") == options(bind="::1") == NetworkOptions(bind_host="::1")
 
 
 def test_a_secret_is_text_or_in_a_file(tmp_path):

@@ -112,6 +112,21 @@ def test_what_is_no_number_is_shown_with_what_was_expected(case, name, value):
         case.make({**environ_of(case), name: value})
 
 
+@with_names("numbers")
+def test_a_number_of_more_digits_than_python_reads_is_refused(case, name):
+    with pytest.raises(lockstep.ClusterError, match=rf"{name}, .*: expected a whole number .*, got '9+…\. Fix: "):
+        case.make({**environ_of(case), name: "9" * 5000})
+
+
+@pytest.mark.parametrize("number", ["task", "key", "port"])
+def test_a_number_of_more_digits_than_python_reads_is_refused_in_tf_config(number):
+    long = "9" * 5000
+    cluster = {"worker": {"0": f"a:{long}" if number == "port" else "a:1", long if number == "key" else "1": "b:1"}}
+    task = {"type": "worker", "index": long if number == "task" else 0}
+    with pytest.raises(lockstep.ClusterError, match="expected "):
+        resolve(of_spec(cluster, task=task))
+
+
 @of_cases()
 @pytest.mark.parametrize("index", [3, 4])
 def test_an_index_must_be_below_the_number_of_workers(case, index):
@@ -185,6 +200,13 @@ def test_variables_that_a_batch_script_sets_for_all_processes_leave_their_number
         resolve(exported)
 
 
+@pytest.mark.parametrize(("nodes", "notes"), [("3", 0), ("1", 1)])
+def test_a_scheduler_that_has_started_a_launcher_on_each_node_contradicts_nothing(nodes, notes):
+    """A launcher in each task that knows of one node only trains as often as there are tasks."""
+    workers = torchrun(5, workers=12, local=1, here=4) | {"LOCKSTEP_GENERATION": "0", "GROUP_WORLD_SIZE": nodes}
+    assert len(resolve(workers | slurm(1)).group().notes) == notes
+
+
 def test_what_is_not_used_need_not_say_where_worker_0_is():
     (note,) = resolve(torchrun(5, workers=8, local=1, here=4) | open_mpi(1)).group().notes
     assert note.startswith("Open MPI says that this process is worker 1 of 3.")
@@ -248,6 +270,8 @@ def test_one_process_of_a_launcher_notes_what_an_outer_scheduler_left_incomplete
     (note,) = resolve({"RANK": "0", "WORLD_SIZE": "1"} | incomplete).group().notes
     assert note.startswith("LeaderWorkerSet: LWS_LEADER_ADDRESS, the host of worker 0, is not set.")
     assert note.endswith("That is not used, as torchrun says that one process trains.")
+    launched = {"RANK": "0", "WORLD_SIZE": "1", "LOCKSTEP_GENERATION": "0"}
+    assert resolve(launched | incomplete).group().notes == ()
 
 
 @pytest.mark.parametrize(
@@ -259,8 +283,9 @@ def test_one_process_of_a_launcher_notes_what_an_outer_scheduler_left_incomplete
         {**tpu(0, "localhost"), "TPU_PROCESS_ADDRESSES": "localhost:8471"},
         tpu_slices(0, slices=1),
         {"TPU_WORKER_ID": "0", "TPU_WORKER_HOSTNAMES": "t1v-n-1-w-0", "MEGASCALE_NUM_SLICES": "1"},
+        {"MEGASCALE_NUM_SLICES": ""},
     ],
-    ids=["GKE", "hosts", "Kaggle", "processes", "one slice", "one slice without its number"],
+    ids=["GKE", "hosts", "Kaggle", "processes", "one slice", "one slice without its number", "an empty number"],
 )
 def test_a_tpu_vm_of_one_host_trains_alone_without_a_word(environ):
     assert resolve(environ) is None

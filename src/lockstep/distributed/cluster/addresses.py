@@ -20,7 +20,7 @@ from lockstep._errors import ClusterError, shown
 from lockstep.distributed.cluster.env_reader import EnvReader
 
 _ADDRESS = re.compile(
-    r"(?:\[(?P<six>[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*(?:%[\w.-]+)?)\]|(?P<host>[^\s:/\[\],]+)):(?P<port>\d+)"
+    r"(?:\[(?P<six>[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*(?:%[\w.-]+)?)\]|(?P<host>[^\s:/\[\],]+)):(?P<port>\d{1,9})"
 )
 MAX_PORT = 65535
 _MAX_LABEL = 63

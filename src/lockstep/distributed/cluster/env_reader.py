@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from lockstep._errors import ClusterError
+from lockstep._errors import ClusterError, is_decimal, shown
 from lockstep.distributed.cluster.secret import read_secret
 
 # Set by the launcher, or by the user for all processes of a job.
@@ -59,11 +59,11 @@ class EnvReader:
             ClusterError: it is not set, or not such a number.
         """
         value = self.text(name, meaning)
-        number = int(value) if value.isdecimal() and value.isascii() else None
+        number = int(value) if is_decimal(value) else None
         if number is None or number < minimum or (maximum is not None and number > maximum):
             allowed = f"of at least {minimum}" if maximum is None else f"from {minimum} to {maximum}"
             raise ClusterError(
-                f"{self.source}: {name}, {meaning}: expected a whole number {allowed}, got {value!r}. Fix: {self.fix}"
+                f"{self.source}: {name}, {meaning}: expected a whole number {allowed}, got {shown(value)}. Fix: {self.fix}"
             )
         return number
 
@@ -107,7 +107,8 @@ class NetworkOptions:
         is_open = environ.get(OPEN, "")
         if is_open not in ("", "0", "1"):
             raise ClusterError(f"{OPEN}: expected 1, 0 or nothing, got {is_open!r}. Fix: set it to 1, or unset it.")
-        return cls(read_secret(environ), is_open == "1", environ.get(BIND, "").strip() or None)
+        host = environ.get(BIND, "").strip().removeprefix("[").removesuffix("]")
+        return cls(read_secret(environ), is_open == "1", host or None)
 
 
 NO_SECRET = NetworkOptions()

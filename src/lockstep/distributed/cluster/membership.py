@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import Any
 
-from lockstep._errors import ClusterError, OptionError, instance_of, shown, whole_number
+from lockstep._errors import ClusterError, OptionError, instance_of, is_decimal, shown, whole_number
 from lockstep.distributed.cluster.addresses import (
     DEFAULT_PORT,
     host_of,
@@ -177,7 +177,7 @@ def _parse_tasks(job: str, tasks: Any) -> dict[int, str]:
 
 def _parse_index(job: str, index: Any) -> int:
     """Return an index, which may be a text, as keys of JSON are."""
-    if isinstance(index, bool) or not (isinstance(index, int) or (isinstance(index, str) and index.isdecimal())):
+    if isinstance(index, bool) or not (isinstance(index, int) or (isinstance(index, str) and is_decimal(index))):
         raise ClusterError(
             f"cluster: {job}: expected whole numbers as indices, got {shown(index)}. Fix: number the tasks from 0."
         )

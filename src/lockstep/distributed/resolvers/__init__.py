@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from lockstep._errors import ClusterError, OptionError, sequence_of, shown
 from lockstep._logging import listed
 from lockstep.distributed.cluster.addresses import COORDINATOR
+from lockstep.distributed.cluster.env_reader import GENERATION
 from lockstep.distributed.cluster.membership import WorkerGroup
 from lockstep.distributed.resolvers.base import ClusterResolver, EnvironmentResolver, check_environ, check_resolver
 from lockstep.distributed.resolvers.kubernetes import KubernetesClusterResolver, LeaderWorkerSetClusterResolver
@@ -122,10 +123,11 @@ def _contradiction(other: type[EnvironmentResolver], environ: Mapping[str, str],
     try:
         ignored = other(environ=environ).group()
     except ClusterError as error:  # Its variables are incomplete, and not used.
-        return (
-            [f"{error} That is not used, as {group.source} says that one process trains."] if group.workers == 1 else []
-        )
-    if ignored.workers == 1 or (ignored.workers, ignored.index) == (group.workers, group.index):
+        is_told = group.workers == 1 and GENERATION not in environ
+        return [f"{error} That is not used, as {group.source} says that one process trains."] if is_told else []
+    if (ignored.workers, ignored.index) == (group.workers, group.index):
+        return []
+    if str(ignored.workers) in ("1", environ.get("GROUP_WORLD_SIZE")):  # It has started a launcher, on each node.
         return []
     return [
         f"{ignored.source} says that this process is worker {ignored.index} of {ignored.workers}. That is not used, as "

@@ -6,7 +6,7 @@ from itertools import product, zip_longest
 from math import prod
 from typing import TypeVar
 
-from lockstep._errors import ClusterError
+from lockstep._errors import ClusterError, is_decimal
 from lockstep.distributed.cluster.addresses import (
     DEFAULT_PORT,
     join_address,
@@ -26,8 +26,8 @@ _SPECIAL_STEPS = 0xFFFFFFF0  # Larger numbers of steps mean the batch script, th
 _STEPS_APART = 521  # So that a step has other ports than the first step of the next job.
 _NODE = re.compile(r"(?:[^\s,\[\]]|\[[^\s\[\]]+\])+")
 _LIST = re.compile(rf"{_NODE.pattern}(?:,{_NODE.pattern})*")
-_RANGE = re.compile(r"(\d+)(?:-(\d+))?", re.ASCII)
-_COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?", re.ASCII)
+_RANGE = re.compile(r"(\d{1,18})(?:-(\d{1,18}))?", re.ASCII)
+_COUNT = re.compile(r"(\d{1,18})(?:\(x(\d{1,18})\))?", re.ASCII)
 _FIX = "start the script with srun, which sets the variables of its tasks."
 _MAX_HOSTS = 65536  # Slurm's own limit for a range.
 Value = TypeVar("Value")
@@ -78,7 +78,7 @@ class SlurmClusterResolver(EnvironmentResolver):
         step = variables.environ.get("SLURM_STEP_ID", "0")
         # If it is numbered, the step has other tasks.
         is_numbered = variables.environ.get("SLURM_PROCID", "0").strip() not in ("", "0")
-        is_special = step.isdecimal() and int(step) >= _SPECIAL_STEPS
+        is_special = is_decimal(step) and int(step) >= _SPECIAL_STEPS
         is_task = (_TASKS in variables.environ or is_numbered) and not is_special
         return membership_of_group(_task_of_step(variables) if is_task else _single_process(variables))
 

@@ -5,7 +5,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from lockstep._errors import ClusterError
+from lockstep._errors import ClusterError, is_decimal, shortened
 from lockstep.distributed.cluster.env_reader import EnvReader
 from lockstep.distributed.cluster.membership import ClusterSpec, Membership, find_membership
 from lockstep.distributed.resolvers.base import EnvironmentResolver, check_texts
@@ -115,8 +115,8 @@ def _task_type(task: dict[str, Any]) -> str:
 
 def _task_index(index: Any) -> int:
     """Return a task index, which may be a text, as in TensorFlow."""
-    if isinstance(index, bool) or not (isinstance(index, int) or (isinstance(index, str) and index.isdecimal())):
+    if isinstance(index, bool) or not (isinstance(index, int) or (isinstance(index, str) and is_decimal(index))):
         raise ClusterError(
-            f"TF_CONFIG: task index: expected a whole number from 0, got {json.dumps(index)}. Fix: number the tasks of each job from 0."
+            f"TF_CONFIG: task index: expected a whole number from 0, got {shortened(json.dumps(index))}. Fix: number the tasks of each job from 0."
         )
     return int(index)

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from lockstep._errors import ClusterError
+from lockstep._errors import ClusterError, is_decimal
 from lockstep.distributed.cluster.addresses import DEFAULT_PORT, port_of_job, resolve_coordinator
 from lockstep.distributed.cluster.env_reader import EnvReader
 from lockstep.distributed.cluster.membership import Membership, WorkerGroup, check_reachable, membership_of_group
@@ -83,7 +83,7 @@ def _group_of_machine(variables: EnvReader) -> WorkerGroup:
         f"{variables.source}: PET_NPROC_PER_NODE is {per_machine}, but nothing has started more than this process here: it "
         "uses all devices of its machine. Fix: start the script with torchrun, or lockstep run, for one process a device."
     )
-    notes = (note,) if per_machine.isdecimal() and int(per_machine) > 1 else ()
+    notes = (note,) if is_decimal(per_machine) and int(per_machine) > 1 else ()
     coordinator = _find_coordinator(variables, "PET_MASTER_ADDR", "PET_MASTER_PORT", workers)
     group = WorkerGroup(workers, index, coordinator, source=variables.source, notes=notes)
     if workers > 1:

@@ -43,9 +43,7 @@ class TpuPodClusterResolver(EnvironmentResolver):
     @classmethod
     def is_present(cls, environ: Mapping[str, str]) -> bool:
         """True if the variables name several hosts or slices, or belong to such; a TPU VM with one host trains alone."""
-        if environ.get(_SLICES, "1").strip() != "1" or (_SLICES not in environ and _is_sliced(environ)):
-            return True
-        return len(_hosts(environ)) > 1 or environ.get(_WORKER, "").strip() not in ("", "0")
+        return _is_sliced(environ) or len(_hosts(environ)) > 1 or environ.get(_WORKER, "").strip() not in ("", "0")
 
     @classmethod
     def unused_variables(cls, environ: Mapping[str, str]) -> list[str]:
@@ -58,7 +56,7 @@ class TpuPodClusterResolver(EnvironmentResolver):
         hosts = _hosts(variables.environ)
         here = variables.integer(_WORKER, f"the number of this one of {len(hosts)} hosts", maximum=len(hosts) - 1)
         number, slices = (0, 1)
-        if _is_sliced(variables.environ) and variables.environ.get(_SLICES, "").strip() != "1":
+        if _is_sliced(variables.environ):
             number, slices = variables.index_and_count(_SLICE, _SLICES, "slices")
         host = hosts[0] if slices == 1 else _host(variables.text(_COORDINATOR, "the host of worker 0"))
         coordinator = resolve_coordinator(variables.environ, lambda: (host, DEFAULT_PORT))
@@ -72,7 +70,9 @@ class TpuPodClusterResolver(EnvironmentResolver):
 
 
 def _is_sliced(environ: Mapping[str, str]) -> bool:
-    return any(name in environ for name in (_COORDINATOR, _SLICES, _SLICE))
+    """Whether a variable speaks of slices; those of a single slice may be set, too."""
+    is_named = any(environ.get(name, "").strip() for name in (_COORDINATOR, _SLICES, _SLICE))
+    return is_named and environ.get(_SLICES, "").strip() != "1"
 
 
 def _hosts(environ: Mapping[str, str]) -> list[str]:
