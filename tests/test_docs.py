@@ -19,7 +19,7 @@ from lockstep.data import prefetch
 from lockstep.distributed.control import handshake, limits
 from lockstep.doctor import environment_checks
 from lockstep.fit.checkpointing import fit_checkpoint, preemption
-from lockstep.launch import rendezvous_state, supervisor
+from lockstep.launch import local_workers, log_multiplexer, rendezvous_state, supervisor
 from lockstep.tools import top
 from tests.laws.cases import CASES
 from tests.laws.compare import DEVICES, RELATIVE, REPLICAS
@@ -335,7 +335,16 @@ def test_the_page_about_what_is_computed_says_how_exact_law_1_is():
     assert all(f"{relative:.0e}".replace("e-0", "e-") in page for relative in exact)
 
 
-WORDS = {2: "two", 4: "four", 5: "five", 10: "ten", 60: "a minute", 1800: "half an hour", 3600: "an hour"}
+WORDS = {
+    2: "two",
+    4: "four",
+    5: "five",
+    10: "ten",
+    60: "a minute",
+    600: "ten minutes",
+    1800: "half an hour",
+    3600: "an hour",
+}
 
 
 @pytest.mark.parametrize(
@@ -354,6 +363,8 @@ WORDS = {2: "two", 4: "four", 5: "five", 10: "ten", 60: "a minute", 1800: "half 
         ("security", "At most {} connections may be in their handshake", handshake._MAX_HANDSHAKES),
         ("launching", "`lockstep run` sends nothing for {:g} s", rendezvous_state.SILENT_SECONDS),
         ("launching", "The end waits {word} seconds for a reader", supervisor._FLUSH_SECONDS),
+        ("launching", "and up to {word} for a slow one", log_multiplexer._MAX_CLOSE_SECONDS),
+        ("launching", "All this holds for {word} after the signal", local_workers._SAVE_SECONDS),
         ("doctor", "in parallel and within {word} seconds", environment_checks.LIMIT),
         ("monitoring", "If the file is older than {word} seconds", top.STALE),
         ("troubleshooting", "After {word} seconds a line names", _logging._FIRST_LINE_SECONDS),
