@@ -10,8 +10,7 @@ import os
 import shlex
 import sys
 import traceback
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -284,22 +283,29 @@ def _test(options: argparse.Namespace) -> int:
 
 def _doctor(options: argparse.Namespace) -> int:
     os.environ.setdefault("KERAS_BACKEND", "jax")
-    from lockstep.tools.doctor_command import examine_script, look_at_cluster, to_standard_error
+    from lockstep.doctor.base import Report
+    from lockstep.tools.doctor_command import examine_script, look_at_cluster
 
-    try:
-        with to_standard_error() if options.json else nullcontext():
-            network, variables = look_at_cluster(os.environ)
-            for name in variables:  # The script runs in this process alone and must not wait for other workers.
-                os.environ.pop(name, None)
-            report = examine_script(options.script, options.arguments, network)
-    except LockstepError:
-        raise
-    except Exception:
-        traceback.print_exc()
-        print(f"lockstep doctor: {options.script} failed before or in its first fit.", file=sys.stderr)
-        return 2
-    print(json.dumps(report.as_dict(), indent=2) if options.json else report)
-    return 1 if report.findings else 0
+    def tell(run: Callable[[], Report]) -> int:
+        try:
+            report = run()
+        except LockstepError as error:
+            print(f"lockstep doctor: {error}", file=sys.stderr)
+            return 2
+        except Exception:
+            traceback.print_exc()
+            print(f"lockstep doctor: {options.script} failed before or in its first fit.", file=sys.stderr)
+            return 2
+        print(json.dumps(report.as_dict(), indent=2) if options.json else report)
+        return 1 if report.findings else 0
+
+    def run() -> Report:
+        network, variables = look_at_cluster(os.environ)
+        for name in variables:  # The script runs in this process alone and must not wait for other workers.
+            os.environ.pop(name, None)
+        return examine_script(options.script, options.arguments, tell, network, is_quiet=options.json)
+
+    return tell(run)
 
 
 def _scale(options: argparse.Namespace) -> int:

@@ -79,6 +79,33 @@ def test_doctor_gives_code_2_for_a_script_that_fails_before_its_fit(doctor):
     assert "train.py failed before or in its first fit" in done.stderr
 
 
+RETRY = """
+import itertools, os, keras, lockstep, numpy as np
+os.environ.update({environ!r})
+model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(3, "softmax")])
+model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+for attempt in itertools.count():  # As on machines that may be taken away.
+    try:
+        print("attempt", attempt)
+        model.fit(np.ones((64, 2)), np.zeros(64, int), batch_size=16)
+        break
+    except BaseException:
+        pass
+"""
+
+
+@pytest.mark.slow
+def test_doctor_ends_a_script_that_catches_everything_and_calls_fit_again(doctor):
+    done = doctor(RETRY.format(environ={}), "--json", "train.py")
+    assert done.returncode == 1, done.stderr
+    assert [finding["name"] for finding in json.loads(done.stdout)["findings"]] == ["softmax-from-logits"]
+    assert "attempt 1\n" in done.stderr
+    assert "attempt 2\n" not in done.stderr
+    done = doctor(RETRY.format(environ={"JAX_ENABLE_X64": "1"}), "train.py")
+    assert done.returncode == 2
+    assert "Fix: export JAX_ENABLE_X64=1 before the command" in done.stderr
+
+
 def test_a_script_without_fit_and_a_missing_one_give_code_2(tmp_path, capsys):
     (tmp_path / "train.py").write_text("")
     for name, told in (

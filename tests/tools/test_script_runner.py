@@ -2,13 +2,17 @@
 
 import os
 import sys
+from dataclasses import asdict
 
 import jax
 import keras
 import pytest
 
 from lockstep import OptionError
-from lockstep.tools.script_runner import run_until_fit
+from lockstep.tools.scaling.results import Budget, ScalingSetting
+from lockstep.tools.scaling.workload import Workload
+from lockstep.tools.script_runner import run_child, run_until_fit
+from tests.support.processes import FOR_TESTS
 
 BUILD = """
 import keras, lockstep, numpy as np, sys
@@ -107,6 +111,31 @@ except {what}:
 def test_a_script_that_catches_everything_has_had_its_fit(script, what, then):
     path = script(BUILD + CATCHES.format(fit="history = build().fit(x, x[:, :1])", what=what, then=then))
     assert found_in(path).kwargs == {}
+
+
+RETRIES = f"""
+{BUILD}
+while True:
+    try:
+        build().fit(x, x[:, :1], batch_size=2)
+        break
+    except BaseException:
+        pass
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tool", ["plan", "scale"])
+def test_a_child_whose_script_calls_fit_again_for_ever_ends_with_its_result(script, tool):
+    workload = asdict(Workload("script", path=script(RETRIES)))
+    request = {
+        "plan": {"ask": "survey", "batches": [2]},
+        "scale": {"setting": asdict(ScalingSetting(1, 2)), "budget": asdict(Budget(epochs=1))},
+    }
+    module = {"plan": "lockstep.tools.plan.compile_process", "scale": "lockstep.tools.scaling.benchmark"}
+    found = run_child(module[tool], request[tool] | {"workload": workload}, 60, {**os.environ, **FOR_TESTS})
+    assert not found.failure
+    assert found.content["survey" if tool == "plan" else "setting"]
 
 
 def test_what_goes_wrong_in_the_look_is_told_whatever_the_script_catches(script):

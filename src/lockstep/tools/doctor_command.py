@@ -3,7 +3,7 @@
 import contextlib
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from weakref import WeakKeyDictionary
@@ -47,8 +47,20 @@ def look_at_cluster(environ: Mapping[str, str]) -> tuple[Report, tuple[str, ...]
     return Report(findings, (f"{looked_at}; the script ran as a single process",)), variables
 
 
-def examine_script(path: str, arguments: Sequence[str], network: Report | None = None) -> Report:
+Tell = Callable[[Callable[[], Report]], int]  # prints what the function returns or raises, and returns the exit code
+
+
+def examine_script(
+    path: str, arguments: Sequence[str], tell: Tell, network: Report | None = None, is_quiet: bool = False
+) -> Report:
     """Run a script up to its first fit, examine that call, and end the script.
+
+    Args:
+        path: path of the script.
+        arguments: arguments of the script.
+        tell: called if the script catches its end and calls fit again; the process then ends.
+        network: report about the cluster, which is added.
+        is_quiet: whether the standard output of the script goes to standard error.
 
     Raises:
         OptionError: the file does not exist, or the script calls no fit.
@@ -62,14 +74,32 @@ def examine_script(path: str, arguments: Sequence[str], network: Report | None =
     def on_fit(first: FirstFit) -> None:
         reports.append(_examine_call(fit_call_of(first, compiled_at.get(first.model, ""))))
 
-    before = doctor_enabled()
+    def result(error: Exception | None = None) -> Report:
+        if error is not None:
+            raise error
+        return _joined(reports[0], network or Report(()))
+
+    with contextlib.ExitStack() as changes:
+
+        def finish(error: Exception | None) -> int:
+            changes.close()
+            return tell(lambda: result(error))
+
+        _prepare(changes, on_compile, is_quiet)
+        run_until_fit(path, arguments, on_fit, finish)
+    return result()
+
+
+def _prepare(changes: contextlib.ExitStack, on_compile: Callable[[keras.Model], None], is_quiet: bool) -> None:
+    """Change the process for the script, until ``changes`` are closed."""
+    changes.callback(set_doctor, doctor_enabled())
     set_doctor(False)  # Otherwise the strategy of the script would also examine its calls.
-    try:
-        with observe_compile(on_compile):
-            run_until_fit(path, arguments, on_fit)
-    finally:
-        set_doctor(before)
-    report, network = reports[0], network or Report(())
+    changes.enter_context(observe_compile(on_compile))
+    if is_quiet:
+        changes.enter_context(to_standard_error())
+
+
+def _joined(report: Report, network: Report) -> Report:
     return replace(report, findings=network.findings + report.findings, looked_at=report.looked_at + network.looked_at)
 
 

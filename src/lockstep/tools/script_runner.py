@@ -4,6 +4,7 @@ Each child process has its own devices and memory, may crash alone, and writes i
 """
 
 import contextlib
+import functools
 import inspect
 import json
 import os
@@ -19,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import keras
@@ -72,40 +73,35 @@ def check_exists(path: str) -> None:
         raise OptionError(f"{path}: no such file. Fix: give the path of the script that trains the model.")
 
 
-def run_until_fit(path: str, arguments: Sequence[str], on_fit: Callable[[FirstFit], None]) -> None:
+Finish = Callable[[Exception | None], int]
+
+
+def run_until_fit(
+    path: str, arguments: Sequence[str], on_fit: Callable[[FirstFit], None], finish: Finish | None = None
+) -> None:
     """Run a script as ``python path arguments`` does, call ``on_fit`` with its first ``fit``, and end the script there.
 
     Args:
         path: path of the script.
         arguments: arguments of the script, in ``sys.argv`` after its name.
         on_fit: called once, inside the contexts that the script has entered.
+        finish: called with the exception of ``on_fit``, or None, if the script catches its end and calls ``fit`` again, which it may do for
+            ever: the process ends then, with the exit code that this returns. None: that call is ended like the first one.
 
     Raises:
         OptionError: the file does not exist, or the script sets variables for JAX, which this process has imported before.
         NoFitError: the script ended without a call of ``fit``.
     """
     check_exists(path)
-    given = dict(os.environ)
-    outcome: list[Exception | None] = []  # the exception of on_fit, or None
-    exit_code: Any = None
-
-    def intercept(model: keras.Model, fit: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not outcome:
-            try:
-                _check_jax_variables(path, given)
-                on_fit(FirstFit(model, fit, args, kwargs, calling_location()))
-                outcome.append(None)
-            except Exception as error:  # The script may catch exceptions, so it is raised below.
-                outcome.append(error)
-        raise _FirstFitReached
-
-    with _as_main(path, arguments), intercept_fit(intercept):
+    interceptor, exit_code = _Interceptor(path, on_fit, finish), None
+    with _as_main(path, arguments), intercept_fit(interceptor):
         try:
             runpy.run_path(path, run_name="__main__")
         except BaseException as error:  # If a script has caught _FirstFitReached, any other exception may follow.
-            if isinstance(error, KeyboardInterrupt) or not (outcome or isinstance(error, SystemExit)):
+            if isinstance(error, KeyboardInterrupt) or not (interceptor.outcome or isinstance(error, SystemExit)):
                 raise
             exit_code = error.code if isinstance(error, SystemExit) else None
+    outcome = interceptor.outcome
     if outcome:
         if outcome[0] is not None:
             raise outcome[0]
@@ -115,6 +111,43 @@ def run_until_fit(path: str, arguments: Sequence[str], on_fit: Callable[[FirstFi
         f"{path}: the script ended without a call of fit{said}, so there is nothing to examine. Fix: in a custom training loop, call "
         "strategy.doctor or lockstep.scaling_report."
     )
+
+
+class _Interceptor:
+    """What is called in place of each ``fit`` of a script: hands over the first one, and ends the script."""
+
+    def __init__(self, path: str, on_fit: Callable[[FirstFit], None], finish: Finish | None) -> None:
+        self._path, self._on_fit, self._finish = path, on_fit, finish
+        self._given = dict(os.environ)
+        self.outcome: list[Exception | None] = []  # the exception of on_fit, or None
+
+    def __call__(
+        self, model: keras.Model, fit: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        if not self.outcome:
+            self._hand_over(FirstFit(model, fit, args, kwargs, calling_location()))
+        elif self._finish is not None:
+            _end_process(functools.partial(self._finish, self.outcome[0]))
+        raise _FirstFitReached
+
+    def _hand_over(self, first: FirstFit) -> None:
+        try:
+            _check_jax_variables(self._path, self._given)
+            self._on_fit(first)
+            self.outcome.append(None)
+        except Exception as error:  # The script may catch exceptions, so run_until_fit raises it.
+            self.outcome.append(error)
+
+
+def _end_process(finish: Callable[[], int]) -> NoReturn:
+    """End the process with the exit code of ``finish``, whatever the script catches; 1 if that fails."""
+    code = 1
+    try:
+        code = finish()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(code)
 
 
 # Variables of JAX that change numbers, or the devices.

@@ -20,7 +20,7 @@ from pathlib import Path
 from lockstep._atomic_files import replace_file
 from lockstep._errors import LockstepError, OptionError
 from lockstep.doctor.base import Report
-from lockstep.tools.doctor_command import examine_script, to_standard_error
+from lockstep.tools.doctor_command import Tell, examine_script
 from lockstep.tools.env import environment_set
 from lockstep.tools.migrate import rewrite_rules, source
 from lockstep.tools.migrate.incompatibilities import find_incompatibilities
@@ -353,10 +353,11 @@ def run_migrate(paths: Sequence[str], *, write: bool, check: bool) -> int:
     for one in migrations:
         print(one.summary, file=sys.stderr)
     remaining = any(one.translation.todos for one in migrations)
-    return max(_check(migrations) if check else 0, int(remaining))
+    return _check(migrations, int(remaining)) if check else int(remaining)
 
 
-def _check(migrations: Sequence[Migration]) -> int:
+def _check(migrations: Sequence[Migration], least: int) -> int:
+    """Run the new program up to its first fit; return the exit code, which is ``least`` or more."""
     script = _script_of(migrations)
     if any(_has_servers(one) for one in migrations):
         start = f"lockstep run --workers 2 --servers 1 {script.path}"
@@ -364,19 +365,22 @@ def _check(migrations: Sequence[Migration]) -> int:
             f"--check does not run {script.path}, as it needs parameter servers; start it with: {start}",
             file=sys.stderr,
         )
-        return 0
-    try:
-        with to_standard_error():
-            report = _examine(migrations, script)
-    except LockstepError as error:
-        print(f"lockstep migrate --check: {error}", file=sys.stderr)
-        return 2
-    except Exception:
-        traceback.print_exc()
-        print(f"lockstep migrate --check: {script.path} failed before its first fit.", file=sys.stderr)
-        return 2
-    print(f"{script.path} reaches its first fit. {report}", file=sys.stderr)
-    return 1 if report.findings else 0
+        return least
+
+    def tell(run: Callable[[], Report]) -> int:
+        try:
+            report = run()
+        except LockstepError as error:
+            print(f"lockstep migrate --check: {error}", file=sys.stderr)
+            return 2
+        except Exception:
+            traceback.print_exc()
+            print(f"lockstep migrate --check: {script.path} failed before its first fit.", file=sys.stderr)
+            return 2
+        print(f"{script.path} reaches its first fit. {report}", file=sys.stderr)
+        return max(least, 1 if report.findings else 0)
+
+    return tell(lambda: _examine(migrations, script, tell))
 
 
 def _has_servers(migration: Migration) -> bool:
@@ -400,7 +404,7 @@ exec(code)
 """
 
 
-def _examine(migrations: Sequence[Migration], script: Migration) -> Report:
+def _examine(migrations: Sequence[Migration], script: Migration, tell: Tell) -> Report:
     """Run the program in a temporary folder, as one worker; modules that were not translated are found beside the script."""
     names = [Path(one.path).name for one in migrations]
     if len(set(names)) < len(names):
@@ -414,7 +418,7 @@ def _examine(migrations: Sequence[Migration], script: Migration) -> Report:
             (texts / name).write_text(one.translation.after, encoding="utf-8")
             launcher = _LAUNCHER.format(path=os.path.abspath(one.path), text=str(texts / name))
             Path(folder, name).write_text(launcher, encoding="utf-8")
-        return examine_script(str(Path(folder, Path(script.path).name)), ())
+        return examine_script(str(Path(folder, Path(script.path).name)), (), tell, is_quiet=True)
 
 
 @contextmanager

@@ -186,11 +186,16 @@ def main(arguments: Sequence[str]) -> None:
         options = {"is_search": request["is_search"], "report": lambda result: write(asdict(result))}
         write(asdict(compile_target(call, target, request["strategy"], batches, **options)))
 
+    def finish(error: Exception | None) -> int:
+        if error is not None:
+            write({"failure": describe_failure(error)})
+        return 0
+
     try:
         with override_devices(1, is_alone=True):
-            run_workload(Workload(**request["workload"]), on_fit)
+            run_workload(Workload(**request["workload"]), on_fit, finish)
     except Exception as error:  # of the script, of any type
-        write({"failure": describe_failure(error)})
+        finish(error)
 
 
 def _surveyed(first: FirstFit) -> dict[str, Any]:

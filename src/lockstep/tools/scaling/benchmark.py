@@ -402,19 +402,42 @@ def main(arguments: Sequence[str]) -> None:
     content, write = read_request(arguments)
     setting = ScalingSetting(**content["setting"])
     reserve_devices(max(1, setting.devices))
-    write(asdict(measure_workload(Workload(**content["workload"]), setting, Budget(**content["budget"]))))
+
+    def tell(result: SettingResult | SettingFailure) -> int:
+        write(asdict(result))
+        return 0
+
+    tell(measure_workload(Workload(**content["workload"]), setting, Budget(**content["budget"]), tell))
 
 
-def measure_workload(workload: Workload, setting: ScalingSetting, budget: Budget) -> SettingResult | SettingFailure:
-    """Measure a workload in one setting; an exception becomes a :class:`SettingFailure`."""
+Tell = Callable[[SettingResult | SettingFailure], int]
+
+
+def measure_workload(
+    workload: Workload, setting: ScalingSetting, budget: Budget, tell: Tell | None = None
+) -> SettingResult | SettingFailure:
+    """Measure a workload in one setting; an exception becomes a :class:`SettingFailure`.
+
+    If a script catches its end and calls fit again, the process ends with the exit code of ``tell(result)``.
+    """
     results: list[SettingResult] = []
     keras.utils.set_random_seed(0)  # Unless the program sets another seed.
+
+    def result(error: Exception | None) -> SettingResult | SettingFailure:
+        if error is None:
+            return results[0]
+        return SettingFailure(setting, _reason_of(error), ends_all=isinstance(error, NoFitError))
+
     try:
         with override_devices(setting.devices):
-            run_workload(workload, lambda first: results.append(measure(first, setting, budget)))
+            run_workload(
+                workload,
+                lambda first: results.append(measure(first, setting, budget)),
+                tell and (lambda error: tell(result(error))),
+            )
     except Exception as error:
-        return SettingFailure(setting, _reason_of(error), ends_all=isinstance(error, NoFitError))
-    return results[0]
+        return result(error)
+    return result(None)
 
 
 def _reason_of(error: Exception) -> str:

@@ -20,7 +20,7 @@ from lockstep.data import sources
 from lockstep.data.fit_wrapper import callbacks_in
 from lockstep.data.sources import InputSource, make_source
 from lockstep.tools.scaling.results import Budget
-from lockstep.tools.script_runner import FirstFit, run_until_fit
+from lockstep.tools.script_runner import Finish, FirstFit, run_until_fit
 
 # A child process cannot receive functions. It imports them by name if they are in a module. If they are in the main script, it
 # runs that script again up to the call of ``scaling_report``, where the same functions exist.
@@ -77,15 +77,15 @@ def workload_of(build: Callable[[], Any], data: Any, validation: Any, folder: Pa
     return None
 
 
-def run_workload(workload: Workload, on_fit: Callable[[FirstFit], None]) -> None:
-    """Run a workload in a child process up to its first fit, and call ``on_fit`` with that.
+def run_workload(workload: Workload, on_fit: Callable[[FirstFit], None], finish: Finish | None = None) -> None:
+    """Run a workload in a child process up to its first fit, and call ``on_fit`` with that; ``finish`` is that of ``run_until_fit``.
 
     Raises:
         OptionError: no fit was called.
     """
     with value_in_context(_measuring, workload.kind):
         if workload.kind == "script":
-            run_until_fit(workload.path, workload.arguments, on_fit)
+            run_until_fit(workload.path, workload.arguments, on_fit, finish)
             return
         sys.path[:] = list(workload.folders)
         build, data = _import(workload.build), _load(workload.data)
