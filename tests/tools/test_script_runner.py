@@ -2,6 +2,8 @@
 
 import os
 import sys
+import threading
+import time
 from dataclasses import asdict
 
 import jax
@@ -14,6 +16,8 @@ from lockstep.tools.scaling.workload import Workload
 from lockstep.tools.script_runner import run_child, run_until_fit
 from tests.support.processes import FOR_TESTS
 
+# pytest tells of threads that end by SystemExit; Python does not.
+pytestmark = pytest.mark.filterwarnings("ignore:(?s)Exception in thread.*\\nSystemExit")
 BUILD = """
 import keras, lockstep, numpy as np, sys
 def build():
@@ -49,6 +53,18 @@ raise RuntimeError("too far")
 """
 
 
+THREAD = """
+import threading
+def work():
+    build().fit(x, np.ones((5, 1)), batch_size=3, epochs=2)
+    raise RuntimeError("too far")
+thread = threading.Thread(target=work)
+thread.ready = threading.Event()
+thread.start()
+thread.join()
+"""
+
+
 @pytest.fixture
 def script(tmp_path):
     def write(code):
@@ -65,7 +81,7 @@ def found_in(path, *arguments):
     return only
 
 
-@pytest.mark.parametrize("code", [PLAIN, STRATEGY, OWN_CLASS])
+@pytest.mark.parametrize("code", [PLAIN, STRATEGY, OWN_CLASS, THREAD])
 def test_the_first_fit_is_handed_over_with_its_line_and_the_script_ends_there(script, code):
     path = script(BUILD + code)
     found = found_in(path, "2")
@@ -82,6 +98,26 @@ def test_what_it_would_have_done_can_be_done(script):
     path, histories = script(BUILD + STRATEGY), []
     run_until_fit(path, ["2"], lambda found: histories.append(found.fit(*found.args, **found.kwargs, verbose=0)))
     assert len(histories[0].history["loss"]) == 2
+
+
+def test_calls_of_fit_while_the_first_one_is_handed_over_end_their_threads(script):
+    """And if the script is at its end by then, the runner waits for it."""
+    path = script(BUILD + THREAD.replace("thread.join()", "thread.ready.wait(20)"))
+    calls = []
+
+    def look(found):
+        calls.append(found)
+        other = threading.Thread(target=lambda: keras.Model.fit(found.model, *found.args, **found.kwargs))
+        other.start()
+        other.join(20)
+        assert not other.is_alive()
+        threading.current_thread().ready.set()
+        time.sleep(0.1)
+        raise OptionError("seen")
+
+    with pytest.raises(OptionError, match="seen"):
+        run_until_fit(path, [], look)
+    assert len(calls) == 1
 
 
 def test_a_helper_module_beside_the_script_is_found_and_its_line_named(script, tmp_path):

@@ -469,12 +469,13 @@ def is_compiled(model: keras.Model) -> bool:
 Fit = Callable[..., Any]
 FitInterceptor = Callable[[keras.Model, Fit, tuple[Any, ...], dict[str, Any]], Any]
 
-_interceptor: ContextVar[FitInterceptor | None] = ContextVar("interceptor", default=None)
+_interceptors: list[FitInterceptor] = []  # of the process, as any thread may call fit; the last one is in effect
+_in_interceptor: ContextVar[bool] = ContextVar("in_interceptor", default=False)
 
 
 @contextlib.contextmanager
 def intercept_fit(interceptor: FitInterceptor) -> Iterator[None]:
-    """Call ``interceptor(model, fit, args, kwargs)`` in place of each ``fit``, with or without a strategy, while this context is open.
+    """Call ``interceptor(model, fit, args, kwargs)`` in place of each ``fit`` in any thread, with or without a strategy, while this is open.
 
     ``fit(*args, **kwargs)`` is the call that the script made. Calls of ``fit`` that the interceptor makes are not intercepted.
     """
@@ -485,8 +486,12 @@ def intercept_fit(interceptor: FitInterceptor) -> Iterator[None]:
     def fit(model: keras.Model, *args: Any, **kwargs: Any) -> Any:
         return interceptable(model, functools.partial(original, model))(*args, **kwargs)
 
-    with value_in_context(_interceptor, interceptor), patched(INTERCEPT_FIT, [(owner, "fit", fit)]):
-        yield
+    _interceptors.append(interceptor)
+    try:
+        with value_in_context(_in_interceptor, False), patched(INTERCEPT_FIT, [(owner, "fit", fit)]):
+            yield
+    finally:
+        _interceptors.remove(interceptor)
 
 
 @contextlib.contextmanager
@@ -509,11 +514,10 @@ def interceptable(model: keras.Model, fit: Fit) -> Fit:
 
     @functools.wraps(fit)
     def call(*args: Any, **kwargs: Any) -> Any:
-        interceptor = _interceptor.get()
-        if interceptor is None:
+        if not _interceptors or _in_interceptor.get():
             return fit(*args, **kwargs)
-        with value_in_context(_interceptor, None):
-            return interceptor(model, fit, args, kwargs)
+        with value_in_context(_in_interceptor, True):
+            return _interceptors[-1](model, fit, args, kwargs)
 
     return call
 

@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -59,10 +60,6 @@ class FirstFit:
         return dict(inspect.signature(keras.Model.fit).bind(self.model, *self.args, **self.kwargs).arguments)
 
 
-class _FirstFitReached(BaseException):  # Not an Exception: the script may catch those.
-    """Raised in the script at its first fit, to end the script."""
-
-
 def check_exists(path: str) -> None:
     """Refuse the path of a script that is not there.
 
@@ -84,7 +81,7 @@ def run_until_fit(
     Args:
         path: path of the script.
         arguments: arguments of the script, in ``sys.argv`` after its name.
-        on_fit: called once, inside the contexts that the script has entered.
+        on_fit: called once, inside the contexts that the script has entered, in the thread that calls ``fit``.
         finish: called with the exception of ``on_fit``, or None, if the script catches its end and calls ``fit`` again, which it may do for
             ever: the process ends then, with the exit code that this returns. None: that call is ended like the first one.
 
@@ -97,10 +94,11 @@ def run_until_fit(
     with _as_main(path, arguments), intercept_fit(interceptor):
         try:
             runpy.run_path(path, run_name="__main__")
-        except BaseException as error:  # If a script has caught _FirstFitReached, any other exception may follow.
+        except BaseException as error:  # If a script has caught its end, any other exception may follow.
             if isinstance(error, KeyboardInterrupt) or not (interceptor.outcome or isinstance(error, SystemExit)):
                 raise
             exit_code = error.code if isinstance(error, SystemExit) else None
+        interceptor.wait()
     outcome = interceptor.outcome
     if outcome:
         if outcome[0] is not None:
@@ -119,16 +117,25 @@ class _Interceptor:
     def __init__(self, path: str, on_fit: Callable[[FirstFit], None], finish: Finish | None) -> None:
         self._path, self._on_fit, self._finish = path, on_fit, finish
         self._given = dict(os.environ)
+        self._handing_over = threading.Lock()
         self.outcome: list[Exception | None] = []  # the exception of on_fit, or None
 
     def __call__(
         self, model: keras.Model, fit: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        if not self.outcome:
-            self._hand_over(FirstFit(model, fit, args, kwargs, calling_location()))
-        elif self._finish is not None:
+        if not self.outcome and self._handing_over.acquire(blocking=False):  # Else another thread hands over its fit.
+            try:
+                self._hand_over(FirstFit(model, fit, args, kwargs, calling_location()))
+            finally:
+                self._handing_over.release()
+        elif self.outcome and self._finish is not None:
             _end_process(functools.partial(self._finish, self.outcome[0]))
-        raise _FirstFitReached
+        raise SystemExit  # Not an Exception, which the script may catch; and a thread, too, ends by it silently.
+
+    def wait(self) -> None:
+        """Wait for the end of ``on_fit`` in a thread that the script has left."""
+        with self._handing_over:
+            pass
 
     def _hand_over(self, first: FirstFit) -> None:
         try:
