@@ -113,6 +113,29 @@ def on_steps(last, loss):
     return model
 
 
+def with_bias(value):
+    """A softmax over numbers to which others, of which the last are ``value``, have been added: a mask, if it is -inf."""
+    inputs, bias = keras.Input((2,)), keras.Input((CLASSES,))
+    model = keras.Model([inputs, bias], layers.Softmax()(layers.Add()([dense()(inputs), bias])))
+    model.compile("sgd", "mse")
+    return model, ([X, np.tile([0, 0, value], (ROWS, 1)).astype("float32")], ONE_HOT)
+
+
+def one_of_two_inputs(wrong):
+    """A model that takes "a" and "b", and inputs of which one has NaN."""
+    taken = {name: keras.Input((2,), name=name) for name in "ab"}
+    model = keras.Model(taken, dense()(layers.Concatenate()(list(taken.values()))))
+    model.compile("sgd", FROM_LOGITS)
+    return model, ({name: with_values(X, 7, np.nan) if name == wrong else X for name in "abc"}, Y)
+
+
+def cropped_steps():
+    """Time steps of which the first are cut off."""
+    model = keras.Sequential([keras.Input((5, 2)), layers.Cropping1D((2, 0)), layers.Flatten(), dense()])
+    model.compile("sgd", FROM_LOGITS)
+    return model, (with_values(STEPS[0], (slice(None), slice(0, 2)), np.nan), Y)
+
+
 STEPS = np.repeat(X[:, None], 5, 1), np.repeat(Y[:, None], 5, 1)
 BINARY = losses.BinaryCrossentropy(from_logits=True)
 MASKED = losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=-1)
@@ -194,9 +217,32 @@ PROGRAMS = {
         ],
         [lambda: (net(dense(None, 1), loss=BINARY), (X, IS_FIRST))],
     ),
+    "sample-weights-not-finite": (
+        [
+            lambda: (net(dense(), loss=FROM_LOGITS), (X, Y, with_values(np.ones(ROWS), 7, np.nan))),
+            lambda: (net(dense(), loss="mse"), (X, ONE_HOT, with_values(np.ones(ROWS), 7, np.inf))),
+        ],
+        [
+            lambda: (net(dense(), loss=FROM_LOGITS), (X, Y, np.ones(ROWS))),
+            lambda: (own_step(SPARSE), (X, Y, with_values(np.ones(ROWS), 7, np.nan))),
+        ],
+    ),
     "inputs-not-finite": (
-        [lambda: (net(dense(), loss=FROM_LOGITS), (with_values(X, 7, np.nan), Y))],
-        [lambda: (net(layers.Lambda(keras.ops.nan_to_num), dense(), loss=FROM_LOGITS), (with_values(X, 7, np.nan), Y))],
+        [
+            lambda: (net(dense(), loss=FROM_LOGITS), (with_values(X, 7, np.nan), Y)),
+            lambda: (net(dense("softmax"), loss=SPARSE), (with_values(X, 7, -np.inf), Y)),
+            lambda: with_bias(np.inf),
+            lambda: one_of_two_inputs("a"),
+        ],
+        [
+            lambda: (
+                net(layers.Lambda(keras.ops.nan_to_num), dense(), loss=FROM_LOGITS),
+                (with_values(X, 7, np.nan), Y),
+            ),
+            lambda: with_bias(-np.inf),
+            lambda: one_of_two_inputs("c"),
+            cropped_steps,
+        ],
     ),
     "fewer-rows-than-replicas": (
         [lambda: (net(dense(), loss=FROM_LOGITS), (X, Y, None, 1))],

@@ -18,6 +18,7 @@ NAMES = sorted({*PROGRAMS, *REFUSED, "batch-without-rate"})
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Your input ran out of data"),
     pytest.mark.filterwarnings("ignore:You are using a softmax over axis"),  # Keras sees that one, too.
+    pytest.mark.filterwarnings("ignore:The structure of .inputs. doesn't match"),
 ]
 
 

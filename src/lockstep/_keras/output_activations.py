@@ -1,7 +1,7 @@
 """The outputs of a model and their last activations, from the graph that Keras has of it.
 
 Undocumented parts, as of Keras 3.15: ``_keras_history`` of symbolic tensors, ``_inbound_nodes`` of operations and the input tensors of a
-node, ``_functional``, and the structure of a functional model's outputs; the classes of ``keras.src.ops.nn``.
+node, ``_functional``, and the structure of a functional model's inputs and outputs; the classes of ``keras.src.ops.nn``.
 """
 
 from collections.abc import Callable
@@ -62,6 +62,18 @@ def outputs_of(model: keras.Model) -> list[Output] | None:
     if graph is None:
         return None
     return [_output(names, tensor) for names, tensor in zip(_output_names(graph), graph.outputs, strict=True)]
+
+
+def input_names_of(model: keras.Model) -> list[str]:
+    """Return the keys that a model with a graph takes from a dict of inputs; others are ignored."""
+    graph = _graph_of(model)
+    struct = graph._inputs_struct
+    return list(struct) if isinstance(struct, dict) else [tensor.name for tensor in graph.inputs]
+
+
+def is_softmax(operation: Any) -> bool:
+    """Return whether a layer or operation is a softmax and nothing else, before which minus infinity masks."""
+    return not isinstance(operation, _LAYERS_WITH_ACTIVATION) and _activation(operation) == "softmax"
 
 
 def _graph_of(model: keras.Model) -> Any:

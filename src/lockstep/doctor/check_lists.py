@@ -44,6 +44,7 @@ from lockstep.doctor.environment_checks import (
 )
 from lockstep.doctor.loss_checks import (
     check_finite_labels,
+    check_finite_sample_weights,
     check_label_format,
     check_label_range,
     check_logits,
@@ -58,6 +59,7 @@ Check = Callable[[FitCall], Iterable[Finding]]
 BATCH_CHECKS: tuple[Check, ...] = (
     check_label_format,  # First, as Keras raises an error about shapes in this case.
     check_finite_labels,  # NaN reaches all weights in one step.
+    check_finite_sample_weights,
     check_finite_inputs,
     check_label_range,
     check_few_rows,

@@ -13,7 +13,7 @@ import numpy as np
 from lockstep._keras import trainer
 from lockstep._keras.batch_normalization import unsynchronized_normalizations
 from lockstep._keras.graph import is_keras_class, layers_of, operations_of
-from lockstep._keras.output_activations import outputs_of
+from lockstep._keras.output_activations import input_names_of, is_softmax, outputs_of
 from lockstep._logging import counted
 from lockstep.data.fit_wrapper import callbacks_in
 from lockstep.data.input_bound import BOUND, describe_waiting
@@ -33,26 +33,42 @@ _CHANGING = (  # callbacks that may set the rate
     keras.callbacks.LambdaCallback,
 )
 # Layers that may handle NaN or skip rows.
-_NAN_HANDLING = (keras.layers.Lambda, keras.layers.Masking, keras.layers.Discretization)
+_NAN_HANDLING = (
+    keras.layers.Lambda,
+    keras.layers.Masking,
+    keras.layers.Discretization,
+    keras.layers.Cropping1D,
+    keras.layers.Cropping2D,
+    keras.layers.Cropping3D,
+)
 
 
 def check_finite_inputs(call: FitCall) -> Iterator[Finding]:
     """Find NaN and Inf among the inputs of a model without layers that handle them."""
     if not _propagates_nan(call.model):
         return
-    for path, leaf in keras.tree.flatten_with_path(call.x):
+    taken, may_mask = input_names_of(call.model), any(map(is_softmax, operations_of(call.model)))
+    inputs = {name: call.x[name] for name in taken if name in call.x} if isinstance(call.x, dict) else call.x
+    for path, rows in not_finite_in(inputs, call.max_values, may_mask):
+        yield Finding(
+            "inputs-not-finite",
+            f"inputs that are NaN or Inf, in {rows}",
+            f"x{path}, {call.at_fit}",
+            "unless an activation hides it, one of them makes the loss of its batch NaN, and then all weights",
+            "Leave these rows out or replace the values; lockstep.callbacks.NanGuard names such rows while training runs",
+        )
+
+
+def not_finite_in(tree: Any, max_values: int, may_mask: bool = False) -> Iterator[tuple[str, str]]:
+    """Yield the path of each array in memory with NaN or Inf, as an index, and in how many rows; ``may_mask``: without -Inf."""
+    for path, leaf in keras.tree.flatten_with_path(tree):
         array = array_in_memory(leaf)
         if array is None or array.dtype.kind != "f" or not np.ndim(array):
             continue
-        inputs, which_rows = sample_rows(array, call.max_values)
-        if not np.isfinite(inputs).all():
-            yield Finding(
-                "inputs-not-finite",
-                f"inputs that are NaN or Inf, in {count_bad_rows(~np.isfinite(inputs))} of {which_rows}",
-                f"x{''.join(f'[{key!r}]' for key in path)}, {call.at_fit}",
-                "unless an activation hides it, one of them makes the loss of its batch NaN, and then all weights",
-                "Leave these rows out or replace the values; lockstep.callbacks.NanGuard names such rows while training runs",
-            )
+        values, which_rows = sample_rows(array, max_values)
+        bad = ~np.isfinite(values) & ~(np.isneginf(values) & may_mask)
+        if bad.any():
+            yield "".join(f"[{key!r}]" for key in path), f"{count_bad_rows(bad)} of {which_rows}"
 
 
 def count_bad_rows(bad: np.ndarray) -> int:

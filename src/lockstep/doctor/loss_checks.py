@@ -11,7 +11,7 @@ import numpy as np
 from lockstep._keras.graph import layers_of, overrides_any
 from lockstep._keras.output_activations import Output, outputs_of
 from lockstep.doctor.base import Finding, FitCall, array_in_memory, sample_rows, sampling_stride
-from lockstep.doctor.data_checks import count_bad_rows
+from lockstep.doctor.data_checks import count_bad_rows, not_finite_in
 
 _KINDS: dict[Any, str] = {
     keras.losses.SparseCategoricalCrossentropy: "sparse",
@@ -25,6 +25,7 @@ _KINDS: dict[Any, str] = {
     keras.losses.binary_crossentropy: "binary",
     keras.losses.binary_focal_crossentropy: "binary",
 }
+_OF_LOSS = ("train_step", "compute_loss", "compute_loss_and_updates")  # methods that may do what they like with it
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class ClassificationOutput:
 def classification_outputs(call: FitCall) -> list[ClassificationOutput]:
     """Return the outputs whose loss is a cross-entropy of Keras; none if the model overrides ``train_step`` or ``compute_loss``."""
     model = call.model
-    if overrides_any(model, "train_step", "compute_loss", "compute_loss_and_updates"):
+    if overrides_any(model, *_OF_LOSS):
         return []
     single = Output(("",))
     outputs = outputs_of(model) or [single]
@@ -224,6 +225,20 @@ def check_finite_labels(call: FitCall) -> Iterator[Finding]:
                 else "one of them makes the loss of its batch NaN, and then all weights, also with a sample_weight of 0",
                 "Leave these rows out or replace the values",
             )
+
+
+def check_finite_sample_weights(call: FitCall) -> Iterator[Finding]:
+    """Find NaN and Inf among the sample weights."""
+    if overrides_any(call.model, *_OF_LOSS):
+        return
+    for path, rows in not_finite_in(call.sample_weight, call.max_values):
+        yield Finding(
+            "sample-weights-not-finite",
+            f"sample weights that are NaN or Inf, in {rows}",
+            f"sample_weight{path}, {call.at_fit}",
+            "one of them makes the loss of its batch NaN or Inf, and then all weights of the model",
+            "Give a row that does not count the weight 0",
+        )
 
 
 def _check_classes(output: ClassificationOutput, call: FitCall) -> Iterator[Finding]:
