@@ -46,10 +46,33 @@ def padded_steps():
     return model, (np.ones((ROWS, 5, 2)), labels, labels != 255)
 
 
-def masked_steps(labels):
+class OwnMasking(layers.Layer):
+    """Masks time steps of -9, as keras.layers.Masking(-9) does."""
+
+    def call(self, x):
+        return x
+
+    def compute_mask(self, x, mask=None):
+        return keras.ops.any(keras.ops.not_equal(x, -9.0), -1)
+
+
+def of_any_size(labels):
+    """A convolution over images of any size, and ``labels`` classes in its targets."""
+    model = keras.Sequential([keras.Input((None, None, 2)), layers.Conv2D(CLASSES, 1)])
+    model.compile("sgd", FROM_LOGITS)
+    pixels = np.random.default_rng(0).integers(0, labels, (ROWS, 4, 4))
+    return model, (np.ones((ROWS, 4, 4, 2)), pixels)
+
+
+def masked_steps(labels, masking=None):
     """Binary labels of time steps, of which the last are masked."""
     model = keras.Sequential(
-        [keras.Input((5, 2)), layers.Masking(-9.0), layers.LSTM(4, return_sequences=True), dense("sigmoid", 1)]
+        [
+            keras.Input((5, 2)),
+            masking or layers.Masking(-9.0),
+            layers.LSTM(4, return_sequences=True),
+            dense("sigmoid", 1),
+        ]
     )
     model.compile("sgd", "binary_crossentropy")
     inputs = np.random.default_rng(0).normal(size=(ROWS, 5, 2))
@@ -199,6 +222,9 @@ PROGRAMS = {
             lambda: (net(dense(), loss=FROM_LOGITS), (X, Y + 0.5)),
             lambda: (net(dense(None, 1), loss=BINARY), (X, 2 * IS_FIRST - 1)),
             lambda: (net(dense(), loss=MASKED), (X, with_values(Y, 3, -2))),
+            lambda: (net(dense(None, 1), loss=BINARY), (X, 1.0001 * IS_FIRST)),
+            lambda: of_any_size(labels=4),
+            lambda: (net(dense(), loss=FROM_LOGITS), (X, with_values(Y, 90, 255), None, None, {0: 0.0, 254: 0.0})),
         ],
         [
             lambda: (net(dense(), loss=FROM_LOGITS), (X, Y.astype("float32"))),
@@ -206,6 +232,10 @@ PROGRAMS = {
             lambda: (net(dense(), loss=FROM_LOGITS), (X, with_values(Y, 90, -1), with_values(np.ones(ROWS), 90, 0))),
             padded_steps,
             lambda: masked_steps([0, 1, 0, -1, -1]),
+            lambda: masked_steps([0, 1, 0, -1, -1], OwnMasking()),
+            lambda: (net(dense(None, 1), loss=BINARY), (X, np.nextafter(np.float32(1), np.float32(2)) * IS_FIRST)),
+            lambda: of_any_size(labels=3),
+            lambda: (net(dense(), loss=FROM_LOGITS), (X, with_values(Y, 90, 255), None, None, {0: 2.0, 255: 0.0})),
             lambda: (net(dense(None, 1), loss=BINARY), (X, 0.1 + 0.8 * IS_FIRST)),
             lambda: (net(dense(None, 1), loss="hinge"), (X, 2 * IS_FIRST - 1)),
         ],

@@ -46,9 +46,10 @@ class Stop(keras.callbacks.Callback):
 def fit(strategy, make):
     with strategy.scope():
         model, (x, y, *rest) = make()
-    weight, batch = (*rest, None, None)[:2]
+    weight, batch, class_weight = (*rest, None, None, None)[:3]
     with contextlib.suppress(EnoughError):  # Nothing is compiled.
-        model.fit(x, y, sample_weight=weight, batch_size=batch, verbose=0, callbacks=[Stop()])
+        options = {"sample_weight": weight, "batch_size": batch, "class_weight": class_weight}
+        model.fit(x, y, **options, verbose=0, callbacks=[Stop()])
     return model
 
 

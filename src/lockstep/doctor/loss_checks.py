@@ -178,7 +178,7 @@ def check_label_format(call: FitCall) -> Iterator[Finding]:
         if labels is None or not shape or shape[-1] in (None, 1):
             continue
         where = f"y for {output.where}, {call.at_fit}"
-        if output.loss.kind == "sparse" and labels.shape[1:] == shape:
+        if output.loss.kind == "sparse" and _fits(labels, shape):
             yield Finding(
                 "one-hot-labels",
                 f"{output.loss.shown} expects numbers of classes, and the labels have the shape {labels.shape}",
@@ -186,7 +186,7 @@ def check_label_format(call: FitCall) -> Iterator[Finding]:
                 "they have a column for each class, which is another loss's form",
                 "Use CategoricalCrossentropy, or y.argmax(-1)",
             )
-        if output.loss.kind == "categorical" and labels.shape[1:] in (shape[:-1], (*shape[:-1], 1)):
+        if output.loss.kind == "categorical" and _are_numbers(labels, shape):
             yield Finding(
                 "labels-not-one-hot",
                 f"{output.loss.shown} expects a column for each of {shape[-1]} classes, and the labels have the shape {labels.shape}",
@@ -243,12 +243,7 @@ def check_finite_sample_weights(call: FitCall) -> Iterator[Finding]:
 
 def _check_classes(output: ClassificationOutput, call: FitCall) -> Iterator[Finding]:
     shape = output.spec.shape
-    if (
-        not shape
-        or shape[-1] is None
-        or shape[-1] == 1
-        or output.labels.shape[1:] not in (shape[:-1], (*shape[:-1], 1))
-    ):
+    if not shape or shape[-1] in (None, 1) or not _are_numbers(output.labels, shape):
         return
     classes = shape[-1]
     wrong, rows = _wrong_labels(
@@ -264,8 +259,22 @@ def _check_classes(output: ClassificationOutput, call: FitCall) -> Iterator[Find
         )
 
 
+def _fits(labels: Any, shape: tuple[int | None, ...]) -> bool:
+    """Return whether the rows of labels have this shape, in which None is any length."""
+    own = labels.shape[1:]
+    return len(own) == len(shape) and all(size in (None, one) for size, one in zip(shape, own, strict=True))
+
+
+def _are_numbers(labels: Any, shape: tuple[int | None, ...]) -> bool:
+    """Return whether labels are numbers of classes for outputs of this shape, which has a column for each class."""
+    return _fits(labels, shape[:-1]) or _fits(labels, (*shape[:-1], 1))
+
+
+_ROUNDING = 1e-6  # by which targets that were computed miss 0 and 1
+
+
 def _check_binary(output: ClassificationOutput, call: FitCall) -> Iterator[Finding]:
-    wrong, rows = _wrong_labels(output, call, lambda y: (y < 0) | (y > 1))
+    wrong, rows = _wrong_labels(output, call, lambda y: (y < -_ROUNDING) | (y > 1 + _ROUNDING))
     if wrong.size:
         yield Finding(
             "labels-out-of-range",
@@ -286,6 +295,9 @@ def _wrong_labels(
     if call.sample_weight is not None:
         every = sampling_stride(output.labels, call.max_values)
         wrong &= _counts(labels, None if output.weights is None else output.weights[::every])
+    elif labels.size == len(labels):
+        weights = call.arguments.get("class_weight") or {}
+        wrong &= ~np.isin(labels, [number for number, weight in weights.items() if weight == 0])
     return labels[wrong], f"{count_bad_rows(wrong)} of {which_rows}"
 
 
@@ -300,7 +312,8 @@ def _counts(labels: np.ndarray, weights: Any) -> Any:
 
 
 def _masks(layer: Any) -> bool:
-    return isinstance(layer, keras.layers.Masking) or (isinstance(layer, keras.layers.Embedding) and layer.mask_zero)
+    is_masking = isinstance(layer, keras.layers.Masking) or overrides_any(layer, "compute_mask")
+    return is_masking or (isinstance(layer, keras.layers.Embedding) and layer.mask_zero)
 
 
 def _shown(values: np.ndarray) -> str:
