@@ -159,6 +159,16 @@ def cropped_steps():
     return model, (with_values(STEPS[0], (slice(None), slice(0, 2)), np.nan), Y)
 
 
+def on_columns(*hidden):
+    """Binary targets of as many columns as there are classes, from steps of one number."""
+    inputs = output = keras.Input((CLASSES, 1))
+    for layer in hidden:
+        output = layer(output)
+    model = keras.Model(inputs, output)
+    model.compile("sgd", "binary_crossentropy")
+    return model, (np.ones((ROWS, CLASSES, 1)), ONE_HOT[..., None])
+
+
 STEPS = np.repeat(X[:, None], 5, 1), np.repeat(Y[:, None], 5, 1)
 BINARY = losses.BinaryCrossentropy(from_logits=True)
 MASKED = losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=-1)
@@ -212,8 +222,21 @@ PROGRAMS = {
         ],
     ),
     "softmax-of-one": (
-        [lambda: (net(dense("softmax", 1), loss="binary_crossentropy"), (X, IS_FIRST))],
-        [lambda: (net(dense("sigmoid", 1), loss="binary_crossentropy"), (X, IS_FIRST))],
+        [
+            lambda: (net(dense("softmax", 1), loss="binary_crossentropy"), (X, IS_FIRST)),
+            lambda: (
+                net(dense(None, 1), layers.Softmax(), layers.Flatten(), loss="binary_crossentropy"),
+                (X, IS_FIRST),
+            ),
+            lambda: on_columns(layers.Dense(1), layers.Softmax(2)),
+        ],
+        [
+            lambda: (net(dense("sigmoid", 1), loss="binary_crossentropy"), (X, IS_FIRST)),
+            lambda: on_columns(layers.Dense(1), layers.Softmax(1)),
+            lambda: on_columns(layers.Dense(1), layers.Softmax((1, 2))),
+            lambda: on_columns(layers.Dense(1), lambda x: keras.ops.softmax(x, axis=1)),
+            lambda: on_columns(layers.Flatten(), dense("softmax"), layers.Reshape((CLASSES, 1))),
+        ],
     ),
     "labels-out-of-range": (
         [

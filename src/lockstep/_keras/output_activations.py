@@ -46,14 +46,16 @@ class Output:
     Args:
         names: the names under which losses and targets may be given for it.
         layer: name of the layer or operation that computes its values; "" if it is not known.
-        activation: ``"softmax"``, ``"sigmoid"``, ``"linear"``, or None if it is another one or not known.
+        activation: ``"softmax"`` over the last axis, ``"sigmoid"``, ``"linear"``, or None if it is another one or not known.
         shape: shape without the batch axis; None if it is not known.
+        activated: length of the last axis where the activation is applied; None if it is not known.
     """
 
     names: tuple[str, ...]
     layer: str = ""
     activation: str | None = None
     shape: tuple[int | None, ...] | None = None
+    activated: int | None = None
 
 
 def outputs_of(model: keras.Model) -> list[Output] | None:
@@ -94,21 +96,30 @@ def _output_names(graph: Any) -> list[tuple[str, ...]]:
 
 
 def _output(names: tuple[str, ...], tensor: Any) -> Output:
-    operation = _final_operation(tensor)
-    return Output(names, operation.name, _activation(operation), tuple(tensor.shape[1:]))
+    final = _final_tensor(tensor)
+    operation = final._keras_history.operation
+    if type(operation) is keras.layers.TimeDistributed:
+        operation = operation.layer
+    activation = None if _is_over_other_axis(operation, len(final.shape)) else _activation(operation)
+    return Output(names, operation.name, activation, tuple(tensor.shape[1:]), (None, *final.shape)[-1])
 
 
-def _final_operation(tensor: Any) -> Any:
-    """Return the operation that computes the values of a tensor: inside nested models, and before what changes only its shape."""
+def _final_tensor(tensor: Any) -> Any:
+    """Return the first tensor with the values of ``tensor``: inside nested models, and before what changes only its shape."""
     history = tensor._keras_history
     operation = history.operation
     if isinstance(operation, keras.Model):
         graph = _graph_of(operation)
-        return operation if graph is None else _final_operation(graph.outputs[history.tensor_index])
+        return tensor if graph is None else _final_tensor(graph.outputs[history.tensor_index])
     is_linear = type(operation) is keras.layers.Activation and _ACTIVATION_NAMES.get(operation.activation) == "linear"
     if type(operation) in _SHAPE_LAYERS or is_linear:
-        return _final_operation(operation._inbound_nodes[history.node_index].input_tensors[0])
-    return operation.layer if type(operation) is keras.layers.TimeDistributed else operation
+        return _final_tensor(operation._inbound_nodes[history.node_index].input_tensors[0])
+    return tensor
+
+
+def _is_over_other_axis(operation: Any, rank: int) -> bool:
+    """Return whether an operation with an axis, as a softmax, works along another one than the last."""
+    return getattr(operation, "axis", -1) not in (-1, rank - 1)
 
 
 def _activation(operation: Any) -> str | None:

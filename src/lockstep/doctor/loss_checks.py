@@ -127,7 +127,7 @@ def check_logits(call: FitCall) -> Iterator[Finding]:
     for output in classification_outputs(call):
         where = f"{output.where}, {call.at_compile}"
         activation = output.spec.activation
-        if activation == "softmax" and output.spec.shape and output.spec.shape[-1] == 1:
+        if activation == "softmax" and output.spec.activated == 1:
             yield Finding(
                 "softmax-of-one",
                 "a softmax over one number",
