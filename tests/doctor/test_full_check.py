@@ -147,6 +147,20 @@ def test_doctor_reports_an_input_slower_than_the_steps():
     assert report
 
 
+class Slow(Batches):
+    def __getitem__(self, number):
+        time.sleep(0.05)
+        return super().__getitem__(number)
+
+
+@pytest.mark.slow
+def test_doctor_accepts_a_slow_input_that_is_read_once():
+    strategy = strategy_of(input_options=lockstep.InputOptions(cache="memory"))
+    with strategy.scope():
+        model = net(dense(), loss=FROM_LOGITS)
+    assert not strategy.doctor(model, Slow(), shuffle=False).findings
+
+
 @pytest.mark.parametrize(
     ("reads", "runs", "is_prefetched", "told"),
     [(0.1, 0.01, True, "90 %"), (0.01, 0.1, True, None), (0.1, 0.01, False, None), (0.0011, 0.0001, True, None)],

@@ -27,6 +27,7 @@ from lockstep.doctor.data_checks import (
     check_normalization,
     check_tf_data_order,
     fit_record,
+    is_cached,
     learning_rate_of,
     measure_steps,
     read_batches,
@@ -205,7 +206,9 @@ def _check_steps(
         return list(check_memory(call)), [], [f"steps, their memory and their wait for data: {reason}"]
     steps = measure_steps(functions, batches)
     size = (batches.batches_per_pass or 0, bytes_of_data(batches.batches[0]))
-    found = [*check_loss_is_finite(steps, call.at_fit), *check_input_speed(batches, steps, call.at_fit)]
+    found = list(check_loss_is_finite(steps, call.at_fit))
+    if not is_cached(call):
+        found += check_input_speed(batches, steps, call.at_fit)
     found += check_memory(call, steps.bytes, size)
     timed = f"training steps on a copy of the state: {1000 * steps.seconds:.2f} ms each"
     if batches.seconds is not None:

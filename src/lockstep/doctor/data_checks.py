@@ -343,6 +343,11 @@ def waiting_share(probed: ProbedBatches, steps: MeasuredSteps) -> float:
     return max(0.0, 1 - steps.seconds / probed.seconds)
 
 
+def is_cached(call: FitCall) -> bool:
+    """Return whether batches are read only once, so that the first ones do not tell how fast later ones come."""
+    return call.settings.input_options.cache is not None or "Cache" in _transformations_of(call.x)
+
+
 def check_input_speed(probed: ProbedBatches, steps: MeasuredSteps, where: str) -> list[Finding]:
     """Find an input that is slower than the step."""
     share = waiting_share(probed, steps)
