@@ -169,6 +169,27 @@ def on_columns(*hidden):
     return model, (np.ones((ROWS, CLASSES, 1)), ONE_HOT[..., None])
 
 
+class Evaluated(layers.Layer):
+    """Calls a layer with training=False, which holds in a call method."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def call(self, x):
+        return self.layer(x, training=False)
+
+
+def without_training(layer, x=X, is_nested=False):
+    """A functional model that calls ``layer`` with training=False."""
+    inputs = keras.Input(x.shape[1:])
+    hidden = layer(inputs) if isinstance(layer, Evaluated) else layer(inputs, training=False)
+    hidden = keras.Model(inputs, hidden)(inputs) if is_nested else hidden
+    model = keras.Model(inputs, dense()(layers.Flatten()(hidden)))
+    model.compile("sgd", FROM_LOGITS)
+    return model, (x, Y)
+
+
 STEPS = np.repeat(X[:, None], 5, 1), np.repeat(Y[:, None], 5, 1)
 BINARY = losses.BinaryCrossentropy(from_logits=True)
 MASKED = losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=-1)
@@ -307,6 +328,19 @@ PROGRAMS = {
             lambda: (net(layers.BatchNormalization(), dense(), loss=FROM_LOGITS), (X, Y, None, 16)),
             lambda: (net(layers.BatchNormalization(synchronized=True), dense(), loss=FROM_LOGITS), (X, Y, None, 12)),
             lambda: (net(layers.BatchNormalization(trainable=False), dense(), loss=FROM_LOGITS), (X, Y, None, 12)),
+        ],
+    ),
+    "training-argument-ignored": (
+        [
+            lambda: without_training(layers.BatchNormalization()),
+            lambda: without_training(keras.Sequential([layers.Dense(4), layers.Dropout(0.3)])),
+            lambda: without_training(layers.Dropout(0.3), is_nested=True),
+        ],
+        [
+            lambda: without_training(layers.BatchNormalization(trainable=False)),
+            lambda: without_training(layers.Dropout(0.0)),
+            lambda: without_training(layers.LSTM(4, return_sequences=True), X[:, None]),
+            lambda: without_training(Evaluated(layers.Dropout(0.3))),
         ],
     ),
     "float16-without-loss-scale": (

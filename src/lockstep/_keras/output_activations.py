@@ -1,11 +1,13 @@
-"""The outputs of a model and their last activations, from the graph that Keras has of it.
+"""Outputs of a model, their last activations and ignored arguments, from the graph that Keras has of it.
 
-Undocumented parts, as of Keras 3.15: ``_keras_history`` of symbolic tensors, ``_inbound_nodes`` of operations and the input tensors of a
-node, ``_functional``, and the structure of a functional model's inputs and outputs; the classes of ``keras.src.ops.nn``.
+Undocumented parts, as of Keras 3.15: ``_keras_history`` of symbolic tensors, ``_inbound_nodes`` of operations, the input tensors and
+arguments of a node, ``_functional``, ``_nodes_by_depth``, and the structure of a functional model's inputs and outputs; the classes of
+``keras.src.ops.nn``.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import jax
@@ -71,6 +73,16 @@ def input_names_of(model: keras.Model) -> list[str]:
     graph = _graph_of(model)
     struct = graph._inputs_struct
     return list(struct) if isinstance(struct, dict) else [tensor.name for tensor in graph.inputs]
+
+
+def ignored_training_arguments(model: keras.Model) -> Iterator[keras.layers.Layer]:
+    """Yield layers and models that a graph calls with training=False: Keras 3.15 gives them that of the call of the model instead."""
+    graph = _graph_of(model)
+    for node in () if graph is None else chain(*graph._nodes_by_depth.values()):
+        if isinstance(node.operation, keras.layers.Layer) and node.arguments.kwargs.get("training") is False:
+            yield node.operation
+        elif isinstance(node.operation, keras.Model):
+            yield from ignored_training_arguments(node.operation)
 
 
 def is_softmax(operation: Any) -> bool:

@@ -50,6 +50,7 @@ from lockstep.doctor.loss_checks import (
     check_label_range,
     check_logits,
     check_loss_scale,
+    check_training_arguments,
 )
 from lockstep.execution.step_functions import StepFunctions
 
@@ -72,6 +73,7 @@ CALL_CHECKS: tuple[Check, ...] = (
     check_logits,  # First: wrong in every step, without an error.
     check_layout,
     check_loss_scale,
+    check_training_arguments,
     check_tf_data_order,
     check_cached_order,
 )

@@ -1,4 +1,4 @@
-"""Checks of losses and labels: logits, form and range of labels, NaN among them, and loss scaling for float16."""
+"""Checks of losses, labels and layers: logits, form and range of labels, NaN among them, loss scaling for float16, arguments of layers."""
 
 import functools
 from collections.abc import Callable, Hashable, Iterator
@@ -9,7 +9,7 @@ import keras
 import numpy as np
 
 from lockstep._keras.graph import layers_of, overrides_any
-from lockstep._keras.output_activations import Output, outputs_of
+from lockstep._keras.output_activations import Output, ignored_training_arguments, outputs_of
 from lockstep.doctor.base import Finding, FitCall, array_in_memory, sample_rows, sampling_stride
 from lockstep.doctor.data_checks import count_bad_rows, not_finite_in
 
@@ -169,6 +169,32 @@ def check_loss_scale(call: FitCall) -> Iterator[Finding]:
             "Leave compile(auto_scale_loss=True) as it is with the policy for the whole model, wrap the optimizer in "
             'keras.optimizers.LossScaleOptimizer, or use "mixed_bfloat16"',
         )
+
+
+_DROPPING = (keras.layers.Dropout, keras.layers.AlphaDropout, keras.layers.GaussianDropout)
+
+
+def check_training_arguments(call: FitCall) -> Iterator[Finding]:
+    """Find layers of functional models with training=False, which has no effect on Keras 3.15, but would change what they compute."""
+    if overrides_any(call.model, "train_step"):
+        return
+    for called in ignored_training_arguments(call.model):
+        layers = [layer for layer in called._flatten_layers() if _depends_on_training(layer)]
+        if layers:
+            count = f" and {len(layers) - 1} more" if len(layers) > 1 else ""
+            yield Finding(
+                "training-argument-ignored",
+                f"training=False is given where {called.name!r} is called, and Keras replaces it by that of fit, which is True",
+                f"layer {layers[0].name!r}{count}, {call.at_fit}",
+                "a BatchNormalization then uses and moves the statistics of the batch, and a dropout drops",
+                "Set trainable=False for the BatchNormalization, or make the call in the call method of a layer, where the argument holds",
+            )
+            return
+
+
+def _depends_on_training(layer: Any) -> bool:
+    is_normalization = isinstance(layer, keras.layers.BatchNormalization) and layer.trainable
+    return is_normalization or (isinstance(layer, _DROPPING) and layer.rate > 0)
 
 
 def check_label_format(call: FitCall) -> Iterator[Finding]:
