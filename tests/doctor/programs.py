@@ -190,6 +190,13 @@ def without_training(layer, x=X, is_nested=False):
     return model, (x, Y)
 
 
+def stateful():
+    """Keeps a state for each row of its batch, here one, and so runs on the global batch."""
+    model = keras.Sequential([keras.Input(batch_shape=(1, 1, 2)), layers.LSTM(4, stateful=True), dense()])
+    model.compile("sgd", FROM_LOGITS)
+    return model, (X[:, None], Y, None, 1)
+
+
 STEPS = np.repeat(X[:, None], 5, 1), np.repeat(Y[:, None], 5, 1)
 BINARY = losses.BinaryCrossentropy(from_logits=True)
 MASKED = losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=-1)
@@ -320,7 +327,7 @@ PROGRAMS = {
     ),
     "fewer-rows-than-replicas": (
         [lambda: (net(dense(), loss=FROM_LOGITS), (X, Y, None, 1))],
-        [lambda: (net(dense(), loss=FROM_LOGITS), (X, Y, None, 2))],
+        [lambda: (net(dense(), loss=FROM_LOGITS), (X, Y, None, 2)), stateful],
     ),
     "normalization-of-few-rows": (
         [lambda: (net(layers.BatchNormalization(), dense(), loss=FROM_LOGITS), (X, Y, None, 12))],

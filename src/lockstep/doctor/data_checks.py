@@ -12,7 +12,7 @@ import numpy as np
 
 from lockstep._keras import trainer
 from lockstep._keras.batch_normalization import unsynchronized_normalizations
-from lockstep._keras.graph import is_keras_class, layers_of, operations_of
+from lockstep._keras.graph import global_batch_reason, is_keras_class, layers_of, operations_of
 from lockstep._keras.output_activations import input_names_of, is_softmax, outputs_of
 from lockstep._logging import counted
 from lockstep.data.fit_wrapper import callbacks_in
@@ -86,9 +86,9 @@ def _propagates_nan(model: keras.Model) -> bool:
 
 
 def check_few_rows(call: FitCall) -> Iterator[Finding]:
-    """Find a batch with fewer rows than there are replicas."""
+    """Find a batch with fewer rows than there are replicas, unless the model runs on all rows at once."""
     rows, replicas = call.rows, call.settings.replicas
-    if rows is not None and rows < replicas:
+    if rows is not None and rows < replicas and not global_batch_reason(call.model):
         yield Finding(
             "fewer-rows-than-replicas",
             f"a batch of {counted(rows, 'row')} leaves {replicas - rows} of {replicas} replicas idle",
