@@ -54,6 +54,22 @@ def disable_batch_statistics(model: keras.Model, mark: Callable[..., Any]) -> It
 
 
 @contextlib.contextmanager
+def observe_moments(model: keras.Model) -> Iterator[list[keras.Layer]]:
+    """Yield a list to which each BatchNormalization is added that computes the moments of a batch while this context is open."""
+    called: list[keras.Layer] = []
+
+    def around_moments(layer: Any, method: Any) -> Any:
+        def moments(*args: Any) -> Any:
+            called.append(layer)
+            return method(*args)
+
+        return moments
+
+    with patched_method(MOMENTS, normalizations_of(model), around_moments):
+        yield called
+
+
+@contextlib.contextmanager
 def moments_of_first_rows(model: keras.Model, rows: int, used: Any) -> Iterator[None]:
     """Make each BatchNormalization compute the moments of the first ``used`` of ``rows`` rows while this context is open.
 

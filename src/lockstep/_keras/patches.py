@@ -186,7 +186,8 @@ MOMENTS = Patch(
     target="layer of class BatchNormalization",
     attributes=("_moments",),
     lifetime="one trace",
-    reason="the proof follows what a normalization does besides the statistics of the batch, which replicas have by design",
+    reason="the proof follows what a normalization does besides the statistics of the batch, which replicas have by design; and a log line "
+    "says whether a model that is called directly computes them",
     public_api="a method of BatchNormalization for the moments",
     used_by=("_keras/batch_normalization.py",),
 )

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import random
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -19,7 +19,7 @@ import keras
 import numpy as np
 
 from lockstep._keras import trainer
-from lockstep._keras.batch_normalization import clear_synchronized, unsynchronized_normalizations
+from lockstep._keras.batch_normalization import clear_synchronized, observe_moments, unsynchronized_normalizations
 from lockstep._keras.graph import forget_losses, global_batch_reason, models_of
 from lockstep._keras.patches import LAYER_CALL, STATELESS_CALL, patched_method, value_in_context
 from lockstep.data.prefetch import is_reading_ahead
@@ -240,7 +240,7 @@ class _ForwardInterceptor:
             except CannotSplitError as reason:
                 self._undivided.append(model)
                 subject = "it" if model is self.model else f"model {model.name!r} within it"
-                self.log(f"{subject} {self._on_global_batch(model)}: {reason}")
+                self.log(f"{subject} {self._on_global_batch(unsynchronized_normalizations(model))}: {reason}")
                 return self.executor.call_whole(call, self._placed_inputs(call))
             forward = SpmdForward(
                 model,
@@ -258,8 +258,8 @@ class _ForwardInterceptor:
         outputs, losses = join(spec, result)
         return outputs, result.state, losses
 
-    def _on_global_batch(self, model: keras.Model) -> str:
-        normalized = ", BatchNormalization included" if unsynchronized_normalizations(model) else ""
+    def _on_global_batch(self, normalizations: Sequence[Any]) -> str:
+        normalized = ", BatchNormalization included" if normalizations else ""
         return f"runs on the global batch{normalized}, {self.executor.global_batch_note}"
 
     def _placed_inputs(self, call: ModelCall) -> list[PlacedRows | None]:
@@ -270,13 +270,17 @@ class _ForwardInterceptor:
 
         @functools.wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
-            if not self._is_in_call and self._splits and model not in self._undivided:
-                known = "" if self.executor.supports_second_derivatives else ", unless it is differentiated twice"
-                self.log(
-                    f"model {model.name!r} is called directly, and so {self._on_global_batch(model)}. "
-                    f"To have it run by replicas, call its stateless_call{known}"
-                )
-            return self._run_original(model, original, *args, **kwargs)
+            run = functools.partial(self._run_original, model, original, *args, **kwargs)
+            if self._is_in_call or not self._splits or model in self._undivided:
+                return run()
+            with observe_moments(model) as normalizing:
+                found = run()
+            known = "" if self.executor.supports_second_derivatives else ", unless it is differentiated twice"
+            self.log(
+                f"model {model.name!r} is called directly, and so {self._on_global_batch(normalizing)}. "
+                f"To have it run by replicas, call its stateless_call{known}"
+            )
+            return found
 
         return call
 

@@ -152,6 +152,34 @@ def test_a_model_that_is_called_directly_has_a_line(caplog):
     assert line.startswith("Model 'outer': model 'inner' is called directly, and so runs on the global batch, ")
 
 
+class Student(keras.Model):
+    """Its loss calls a normalized model directly."""
+
+    def __init__(self, is_training):
+        super().__init__(name="student")
+        self.is_training, self.dense = is_training, layers.Dense(1)
+        self.teacher = keras.Sequential([keras.Input((4,)), layers.BatchNormalization()], name="teacher")
+        self.dense.build((None, 4))
+        self.built = True
+
+    def call(self, x):
+        return self.dense(x)
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        return ops.mean((self.teacher(x, training=self.is_training) - y_pred) ** 2)
+
+
+@pytest.mark.parametrize("is_training", [True, False])
+def test_the_line_about_a_direct_call_names_statistics_of_the_batch_only_if_it_uses_them(is_training, caplog):
+    with caplog.at_level(logging.INFO, logger="lockstep"):
+        with lockstep.MirroredStrategy(["cpu:0", "cpu:1"]).scope():
+            model = Student(is_training)
+            model.compile("sgd")
+        model.fit(np.ones((8, 4)), np.ones((8, 1)), batch_size=8, verbose=0)
+    included = ", BatchNormalization included" if is_training else ""
+    assert f"model 'teacher' is called directly, and so runs on the global batch{included}, and XLA" in caplog.text
+
+
 def test_a_model_that_cannot_be_taken_apart_is_not_told_to_call_stateless_call(caplog):
     def step(inner, values, x):
         of_parts = inner.stateless_call(values, [], x, None, 2 * x)[0]
