@@ -173,11 +173,11 @@ def check_changed_batch(
         what = "the global batch" if now.accumulated == earlier.accumulated == 1 else "an update"
         yield Finding(
             "batch-without-rate",
-            f"{what} has {rows} rows, {before} in {since}, and the learning rate is {now.rate:g} as before",
+            f"{what} has {counted(rows, 'row')}, {before} in {since}, and the learning rate is {now.rate:g} as before",
             where,
-            f"a step now averages over {factor:g} times as many rows: with the same rate, each row has another weight in training (Goyal et al., "
+            f"a step now averages over {factor:.3g} times as many rows: with the same rate, each row has another weight in training (Goyal et al., "
             "Accurate, Large Minibatch SGD, 2017)",
-            f"Use {now.rate * factor:g} with SGD, about {now.rate * factor**0.5:.3g} with Adam, as lockstep.callbacks."
+            f"Use {now.rate * factor:.3g} with SGD, about {now.rate * factor**0.5:.3g} with Adam, as lockstep.callbacks."
             f"LearningRateScaling(base_batch={before}) does gradually; or use the old batch size",
         )
 
