@@ -511,6 +511,28 @@ def test_one_who_says_nothing_keeps_nobody_out():
             each.close()
 
 
+def test_a_process_for_whom_there_is_no_thread_tries_again_and_others_are_served(monkeypatch):
+    refused = []
+
+    class Scarce(threading.Thread):
+        def start(self):
+            if (
+                self.name.endswith("(_run)") and len(refused) < 2
+            ):  # Of the server; those of clients have names of their own.
+                refused.append(self)
+                raise RuntimeError("can't start new thread")
+            super().start()
+
+    with Servers(1) as servers:
+        chief = servers.client(0)
+        chief.fill(values_of())
+        monkeypatch.setattr(rpc.threading, "Thread", Scarce)
+        assert_equal(servers.client(1).pull(), values_of())
+        assert len(refused) == 2
+        assert any("can't start new thread" in reason for reason in servers.servers[0].rejections.reasons)
+        assert_equal(chief.pull(), values_of())
+
+
 def test_a_server_that_still_serves_the_last_call_is_waited_for():
     with Servers(identity={"call": 1}) as servers:
         ready = threading.Event()

@@ -324,12 +324,17 @@ class ArrayServer:
             connection.send(encode(refusal(sentence, again=name == "call")))
             self._loop.remove(connection)
             return
-        connection.send(encode({"kind": "welcome"}))
         self._loop.release(connection)
-        threading.Thread(target=self._run, args=(connection, peer), daemon=True).start()
+        try:
+            threading.Thread(target=self._run, args=(connection, peer), daemon=True).start()
+        except RuntimeError as error:  # The limit of this machine or user for threads; others may end.
+            self._note_rejection(connection.address, f"{peer}: {error}")
+            connection.send(encode(refusal(f"the server cannot serve more processes: {error}", again=True)))
+            connection.close()
 
     def _run(self, connection: FramedSocket, peer: Peer) -> None:
         """Serve one connection after its handshake, to its last byte."""
+        connection.send(encode({"kind": "welcome"}))
         try:
             connected = connection.detach()
         except ProtocolError as error:
