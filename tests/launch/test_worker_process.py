@@ -17,7 +17,7 @@ from types import SimpleNamespace
 from lockstep.distributed.control.failure_detector import Failure, FailureKind
 from lockstep.distributed.control.termination import ExitGuard
 failure = Failure(FailureKind.FAILED, {failed}, "worker {failed} of 2 failed: ValueError: mine")
-ExitGuard(SimpleNamespace(group=SimpleNamespace(index=0), failure=failure, fail=lambda summary: None)).install()
+ExitGuard(SimpleNamespace(group=SimpleNamespace(index=0), failure=failure, fail=lambda summary, **_: None)).install()
 raise RuntimeError("connection closed by peer")
 """
 

@@ -159,6 +159,20 @@ def test_a_log_of_a_metric_that_is_not_a_number_is_that_of_the_metric():
     assert worker._report(4, GradientResult({}, logs, metric_logs, [], []))["logs"] == {"own": 1.0}
 
 
+def test_no_worker_waits_for_one_that_compiles_its_first_step():
+    """Its first pull does not count it as active, and its gradient is one of values that it has pulled after that."""
+    done = []
+    client = Mock(traffic=(0, 0), pull=lambda rows, *, part, will_push: done.append(will_push) or {})
+    tasks = Mock(wait_for=lambda call, key: ({"number": 1, "update": 0}, {}))
+    worker = WorkerFit(net(), Mock(replicas=1), Mock(batch=lambda *numbers: (np.ones((4, 2)),)), tasks, client, 1, None)
+    worker._compute = lambda *given: done.append("step") or GradientResult({}, {}, {}, [], given[2])
+    worker._observe_changes = Mock()
+    what = {"pass": "", "batch": 0, "lowest": 0, "steps_before": 0, "optimizer": {}, "state": 1}
+    for update in range(2):
+        worker._run_task(SimpleNamespace(what=what | {"update": update}, arrays={}, number=update))
+    assert done == [False, "step", True, "step", True, "step"]
+
+
 @pytest.mark.parametrize("devices", [(2, 2), (4, 2), (2, 1)])
 def test_replicas_of_all_workers_draw_different_numbers(devices):
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dropout(0.5, seed=1), keras.layers.Dense(1)])
@@ -360,7 +374,7 @@ def assert_alike(own, chiefs):
 
 
 def worker_of(served):
-    return WorkerFitDispatch(Mock(role=Mock(job="worker")), served.client(1), Mock())
+    return WorkerFitDispatch(Mock(role=Mock(job="worker", workers=["b:1"])), served.client(1), Mock())
 
 
 @pytest.mark.parametrize("make", [numbers, Shuffled])
@@ -399,7 +413,7 @@ def test_an_evaluation_leaves_data_and_random_numbers_alike_on_all_processes(mak
         assert chief.run_call(net(), "evaluate", {"x": data}, evaluation) == 0.5
         drawn = np.random.random()
         restore_random_state(before)
-        follower = WorkerFitDispatch(Mock(role=Mock(job=role)), served.client(1), Mock())
+        follower = WorkerFitDispatch(Mock(role=Mock(job=role, workers=["b:1"])), served.client(1), Mock())
         assert follower.run_call(net(), "evaluate", {"x": reads(own)()}, None) == 0.5
     assert np.random.random() == drawn
     assert_alike(own, chiefs)

@@ -480,14 +480,20 @@ class FunctionRunner:
             )
         if self._step is None:
             self._step = self._training.gradient_step(self._model)
-        step, (values, updates) = self._step, self._pull_values()
+        step = self._step
         step.set_optimizer(task.what["optimizer"])
         metrics = [np.asarray(value) for value in state[3]]
-        made = task.what["steps_before"] + updates
         if not self._steps:
             self._non_trainable = self._followed.newest(task.what["state"], task.arrays)
-        make = lambda: step(values, self._non_trainable, metrics, batch, made).non_trainable  # noqa: E731
+
+        # The first time this compiles the step, for which no other worker waits: the staleness bound begins with the pull below.
+        def make() -> Values:
+            values, updates = self._pull_values(will_push=False)
+            return step(values, self._non_trainable, metrics, batch, task.what["steps_before"] + updates).non_trainable
+
         before = self._followed.at_step(self._non_trainable, make, task.number, self._steps * step.replicas)
+        values, updates = self._pull_values()
+        made = task.what["steps_before"] + updates
         found = step(values, before, metrics, batch, made)
 
         def repeat(others: Sequence[Any], _: Sequence[Any]) -> StepState:

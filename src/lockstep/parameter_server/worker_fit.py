@@ -113,11 +113,16 @@ class WorkerFit:
         rows = count_batch_rows(batch)
         batch_part = None if part is None else BatchPart(what["update"], part, parts)
         self._update_state(what, task.arrays)
-        values = self._pull_values(batch, batch_part)
-        make = lambda: self._compute(values, self._non_trainable, self._zero_metrics, batch).non_trainable  # noqa: E731
+
+        # The first time this compiles the step, for which no other worker waits: the staleness bound begins with the pull below.
+        def make() -> Values:
+            values = self._pull_values(batch, batch_part, will_push=False)
+            return self._compute(values, self._non_trainable, self._zero_metrics, batch).non_trainable
+
         # A step numbers the replicas of a worker from 0; workers may have different numbers of devices.
         first = 0 if part is None else part if self._step.replicas == 1 else (part + 1) * _REPLICAS
         non_trainable = self._followed.at_step(self._non_trainable, make, what["update"], first)
+        values = self._pull_values(batch, batch_part)
         found = self._compute(values, non_trainable, self._zero_metrics, batch)
         if self._touched.has_nan_rows and has_nan(found):
             values = self._pull_values(batch, batch_part, is_whole=True)
@@ -147,13 +152,15 @@ class WorkerFit:
         report = {"rows": rows, "names": list(found.logs), "logs": own, "bytes": self._traffic - before}
         return report | {"no_sums": sorted(self._additivity.no_sums)}
 
-    def _pull_values(self, batch: Any, batch_part: BatchPart | None, is_whole: bool = False) -> dict[str, Any]:
+    def _pull_values(
+        self, batch: Any, batch_part: BatchPart | None, is_whole: bool = False, will_push: bool = True
+    ) -> dict[str, Any]:
         """Return the newest values, or those of a synchronous update; of embeddings the rows that the batch needs, unless ``is_whole``."""
         x = keras.utils.unpack_x_y_sample_weight(batch)[0]
         if is_whole:
             self._touched.reconsider()
         rows = self._touched.needed_rows(x)
-        found = self._client.pull(rows, part=batch_part, will_push=batch_part is None)
+        found = self._client.pull(rows, part=batch_part, will_push=will_push and batch_part is None)
         values = self._touched.full_tables(found, rows)
         if not self._touched.is_decided:
             compute = lambda each: vars(self._compute(each, self._non_trainable, self._zero_metrics, batch))  # noqa: E731
