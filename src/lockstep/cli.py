@@ -320,10 +320,10 @@ def _scale(options: argparse.Namespace) -> int:
     prediction = PredictionOptions(options.bandwidth, options.latency, options.devices_per_machine)
     setting = options.script, options.script_arguments, options.devices, options.batch, budget, prediction
     report = scale_script(*setting, command=command, outputs=(options.html, options.json))
-    print(render(report, is_terminal=sys.stdout.isatty()), end="")
     report.save_html(options.html)
     if options.json:
         report.save_json(options.json)
+    print(render(report, is_terminal=sys.stdout.isatty()), end="")
     print(f"HTML report: {options.html}")
     return 0 if report.table.rows else 1
 
@@ -355,11 +355,11 @@ def _plan(options: argparse.Namespace) -> int:
         print(text, end="")
         return 0 if is_measured else 1
     plan = plan_script(options.script, options.script_arguments, settings, os.environ, report_progress)
-    print(text_of(plan, is_terminal=sys.stdout.isatty()), end="")
     if options.html:
         plan.save_html(options.html)
     if options.json:
         plan.save_json(options.json)
+    print(text_of(plan, is_terminal=sys.stdout.isatty()), end="")
     return 0 if any(row.fits for row in plan.rows) else 1
 
 

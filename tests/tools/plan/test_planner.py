@@ -1,8 +1,10 @@
 """``lockstep plan``: rows, recommendation, text, page, and the command with its children."""
 
 import dataclasses
+import io
 import json
 import os
+import sys
 import time
 
 import jax
@@ -306,6 +308,21 @@ def test_the_command_plans_a_script_without_training_it(tmp_path, capsys, monkey
     assert shown.err.count("steps compiled in") == 2
     assert "lockstep plan: 2 of 2: " in shown.err
     assert sorted(one.name for one in tmp_path.iterdir()) == ["found.json", "train.py"]
+
+
+def test_files_of_a_plan_are_there_even_where_nobody_reads_what_is_printed(tmp_path, monkeypatch):
+    class Closed(io.StringIO):
+        def write(self, text):
+            raise BrokenPipeError
+
+    plan = planned(["v5e:1"], {("v5e:1x1", "replicated"): {64: 9, 40: 9}})
+    monkeypatch.setattr(planner, "plan_script", lambda *arguments: plan)
+    monkeypatch.setattr(sys, "stdout", Closed())
+    page, figures = tmp_path / "page.html", tmp_path / "figures.json"
+    with pytest.raises(BrokenPipeError):
+        cli.main(["plan", "--for", "cpu:1", "--html", str(page), "--json", str(figures), script(tmp_path)])
+    assert "v5e" in page.read_text()
+    assert len(json.loads(figures.read_text())["rows"]) == 1
 
 
 @pytest.mark.slow

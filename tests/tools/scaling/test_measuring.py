@@ -30,7 +30,7 @@ from lockstep.tools.scaling.benchmark import (
     measure_in_child,
     measure_workload,
 )
-from lockstep.tools.scaling.results import Budget, ScalingSetting, SettingFailure, SettingResult
+from lockstep.tools.scaling.results import Budget, ScalingSetting, SettingFailure, SettingResult, table_of
 from lockstep.tools.scaling.terminal import describe_result, progress_reporter
 from lockstep.tools.scaling.workload import Workload, run_workload, workload_of
 from lockstep.tools.script_runner import FirstFit
@@ -312,6 +312,21 @@ def test_a_file_that_cannot_be_written_is_told_before_anything_is_measured(tmp_p
     assert cli.main(["scale", "--html", str(tmp_path / "page.html"), "--json", str(tmp_path), path]) == 2
     assert capsys.readouterr().err.count("cannot be written: ") == 2
     assert [one.name for one in tmp_path.iterdir()] == ["train.py"]
+
+
+def test_files_of_a_measurement_are_there_even_where_nobody_reads_what_is_printed(tmp_path, monkeypatch):
+    class Closed(io.StringIO):
+        def write(self, text):
+            raise BrokenPipeError
+
+    report = api.ScalingReport("a net", "lockstep scale net.py", "a laptop", table_of([]), (), None, ())
+    monkeypatch.setattr(api, "scale_script", lambda *arguments, **options: report)
+    monkeypatch.setattr(sys, "stdout", Closed())
+    page, figures = tmp_path / "page.html", tmp_path / "figures.json"
+    with pytest.raises(BrokenPipeError):
+        cli.main(["scale", "--html", str(page), "--json", str(figures), "net.py"])
+    assert "a net" in page.read_text()
+    assert json.loads(figures.read_text())["title"] == "a net"
 
 
 def test_what_builds_a_model_may_have_no_name_of_its_own(monkeypatch):
