@@ -205,6 +205,26 @@ def test_checks_are_kept_in_place_of_older_ones_of_the_same_step():
     assert ratios_of("float32") == {}
 
 
+def test_checks_of_another_version_stay_in_the_file_and_count_for_no_ratio():
+    path = keep_checks([check("h100", 1.0, 2.0)])
+    newer = {**json.loads(path.read_text())[0], "driver": "550.54"}
+    path.write_text(json.dumps([newer, *json.loads(path.read_text())]))
+    assert ratios_of("float32")["h100"].checks == 1
+    keep_checks([check("a100", 3.0, 2.0)])
+    assert newer in json.loads(path.read_text())
+    assert {key: ratio.checks for key, ratio in ratios_of("float32").items()} == {"h100": 1, "a100": 1}
+
+
+@pytest.mark.parametrize("content", ["not JSON", '{"name": "a package"}', "\xff"])
+def test_a_file_of_something_else_is_refused_and_stays(content):
+    path = compile_process.checks_file()
+    path.parent.mkdir()
+    path.write_text(content, encoding="latin-1")
+    with pytest.raises(OptionError, match=r"is no list of checks.* Fix: set LOCKSTEP_PLAN_CHECKS to another file"):
+        keep_checks([check("h100", 1.0, 2.0)])
+    assert path.read_text(encoding="latin-1") == content
+
+
 def test_checks_that_cannot_be_written_are_an_error_with_the_variable(monkeypatch):
     monkeypatch.setenv(compile_process.CHECKS_FILE, "/dev/null/checks.json")
     with pytest.raises(OptionError, match="Fix: set LOCKSTEP_PLAN_CHECKS to a file"):

@@ -247,7 +247,11 @@ def checks_file(environ: Mapping[str, str] = os.environ) -> Path:
 def ratios_of(dtype: str) -> dict[str, Ratio]:
     """Return the ratios by accelerator, of checks with this dtype; an unreadable file has none."""
     found: dict[str, list[Check]] = {}
-    for check in _read(checks_file()):
+    try:
+        entries = _entries(checks_file())
+    except (OSError, ValueError):
+        entries = []
+    for check in _checks_of(entries):
         if check.dtype == dtype:
             found.setdefault(check.accelerator, []).append(check)
     return {key: _ratio(checks) for key, checks in found.items()}
@@ -265,15 +269,23 @@ def _ratio(checks: Sequence[Check]) -> Ratio:
 def keep_checks(checks: Sequence[Check], environ: Mapping[str, str] = os.environ) -> Path:
     """Add checks to the file in place of older ones of the same step, and return its path.
 
+    Entries that are not of this version stay as they are.
+
     Raises:
-        OptionError: the file cannot be written.
+        OptionError: the file cannot be read or written, or is no list of checks.
     """
     path = checks_file(environ)
-    new = {_key(check): check for check in [*_read(path), *checks]}
     try:
+        entries = _entries(path)
+        others = [one for one in entries if _check_of(one) is None]
+        new = {_key(check): check for check in [*_checks_of(entries), *checks]}
         path.parent.mkdir(parents=True, exist_ok=True)
-        text = json.dumps([asdict(check) for check in new.values()], indent=1) + "\n"
+        text = json.dumps([*others, *(asdict(check) for check in new.values())], indent=1) + "\n"
         replace_file(path, lambda file: file.write(text.encode()))
+    except ValueError as error:
+        raise OptionError(
+            f"{path}: is no list of checks: {error}. Fix: set {CHECKS_FILE} to another file, or remove this one."
+        ) from error
     except OSError as error:
         raise OptionError(
             f"{path}: cannot be written: {error}. Fix: set {CHECKS_FILE} to a file in a writable folder."
@@ -285,11 +297,32 @@ def _key(check: Check) -> tuple[Any, ...]:
     return check.accelerator, check.devices, check.title, check.strategy, check.batch, check.dtype
 
 
-def _read(path: Path) -> list[Check]:
+def _entries(path: Path) -> list[Any]:
+    """Return what the file of the checks lists, also entries of other versions; nothing if there is no file.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is no list in JSON.
+    """
     try:
-        return [Check(**one) for one in json.loads(read_file(path, _MAX_BYTES))]
-    except (OSError, ValueError, TypeError):
+        found = json.loads(read_file(path, _MAX_BYTES) or b"[]")
+    except FileNotFoundError:
         return []
+    if not isinstance(found, list):
+        raise ValueError("it has values of another kind")
+    return found
+
+
+def _checks_of(entries: Sequence[Any]) -> list[Check]:
+    return [check for one in entries if (check := _check_of(one)) is not None]
+
+
+def _check_of(entry: Any) -> Check | None:
+    """Return an entry as a check; None if this version has no such checks."""
+    try:
+        return Check(**entry)
+    except TypeError:
+        return None
 
 
 def check_steps(
