@@ -2,13 +2,16 @@
 
 import math
 import threading
+import types
 
+import jax
 import keras
 import numpy as np
 import pytest
 
 import lockstep
 from lockstep.callbacks import BackupAndRestore, NanGuard, ThroughputMonitor
+from lockstep.fit.monitoring.flops import FlopCounter
 from lockstep.fit.monitoring.step_timer import NAMES, FitProgress, StepTimer, TimerReading, numbers_of
 
 from .runs import BATCH, STEPS, built, data, fit
@@ -81,6 +84,21 @@ def test_what_is_recent_looks_back_so_many_steps():
     timer = Times(window=2).trained(60, 50, 9, 9, 9, 1, 3)
     assert timer.recent == TimerReading(2, 16, 4, 0)
     assert Times().timer.recent == TimerReading()
+
+
+@pytest.mark.parametrize("window", [1, 2])
+def test_a_pause_is_no_step_of_what_is_recent(window):
+    timer = Times(window).trained(60, 50, 9, 9, 1, 3)
+    timer.pause()
+    assert timer.recent == TimerReading(window, 8 * window, [3, 4][window - 1], 0)
+
+
+def test_a_monitor_that_knows_the_peak_is_not_undone_by_one_that_does_not():
+    counter = FlopCounter()
+    attachment = types.SimpleNamespace(flop_counter=counter, devices=jax.local_devices())
+    for monitor in (ThroughputMonitor(peak_flops=1e12), ThroughputMonitor()):
+        monitor.attach(attachment, {})
+    assert (counter.peak, counter.is_wanted) == (1e12, True)
 
 
 def test_numbers_are_none_where_nothing_was_measured():

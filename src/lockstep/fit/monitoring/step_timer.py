@@ -126,8 +126,7 @@ class StepTimer(StepHook):
         """End the span, as something else than training follows."""
         if self._opened is not None and self._steps > self._opened[2]:
             jax.block_until_ready(self.logs)
-            self._done = self.reading
-            self._recent.append(self._done)
+            self._done = self._recent[-1] = self.reading  # The newest step ends here.
         self._opened = None
 
     def enter(self, phase: str) -> None:
@@ -327,7 +326,7 @@ class ThroughputMonitor(MonitorCallback):
         """See the base class."""
         super().attach(attachment, arguments)
         counter = attachment.flop_counter
-        counter.peak = self.peak_flops or peak_of(attachment.devices[0].device_kind)
+        counter.peak = self.peak_flops or counter.peak or peak_of(attachment.devices[0].device_kind)
         counter.is_wanted |= counter.peak is not None
 
     def detach(self) -> None:
