@@ -224,8 +224,11 @@ def test_which_way_is_better_is_told_from_the_name():
         "sensitivity_at_specificity",
         "acc",
         "r2_score",
+        *("dice_coef", "jaccard", "psnr", "ssim", "bleu", "ndcg", "mrr", "cohen_kappa", "hit_rate", "r_squared"),
+        *("BinaryAccuracy", "MeanIoU", "F1Score", "true_positives"),
     )
     lower = ("loss", "mae", "mean_squared_error", "kl_divergence", "vacancy_mae")
+    lower += ("dice_loss", "DiceLoss", "jaccard_distance", "MeanSquaredError", "false_positives")
     losses = ("score_loss", "accuracy_head_loss", "acceleration_loss", "previous_loss")
     assert all(map(is_higher_better, higher))
     assert not any(map(is_higher_better, lower + losses))

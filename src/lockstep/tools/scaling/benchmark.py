@@ -224,9 +224,12 @@ def _median(run: Callable[[int], None]) -> float:
 
 
 _SHARE_OF_LIMIT = 0.6  # of the time limit, for training; the rest is for starting, compiling and timing the parts
-_HIGHER_IS_BETTER = re.compile(
-    r"(^|_)(acc|accuracy|auc|precision|recall|f1|fbeta|iou|io_u|similarity|r2|score|sensitivity|specificity|correlation)(_|$)"  # mean_io_u is Keras's name
+_HIGHER_IS_BETTER = re.compile(  # mean_io_u is Keras's name
+    r"(^|_)(acc|accuracy|auc|precision|recall|f1|fbeta|iou|io_u|similarity|r2|r_squared|score|sensitivity|specificity|correlation"
+    r"|dice|jaccard|kappa|psnr|ssim|bleu|rouge|ndcg|mrr|hit_rate|true_positives|true_negatives)(_|$)"
 )
+_LOWER_IS_BETTER = re.compile(r"(^|_)(distance|error|loss)(_\d+)?$")
+_NEW_WORD = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")  # as in BinaryAccuracy
 
 
 def measure(first: FirstFit, setting: ScalingSetting, budget: Budget) -> SettingResult:
@@ -267,8 +270,8 @@ def measure(first: FirstFit, setting: ScalingSetting, budget: Budget) -> Setting
 def is_higher_better(metric: str, outputs: Sequence[str] = ()) -> bool:
     """Return whether larger values of a metric are better, by its name as in Keras's callbacks; ``outputs`` are those of the model."""
     names = [metric.removeprefix(f"{output}_") for output in outputs if metric.startswith(f"{output}_")]
-    name = (names or [metric])[0].lower()
-    return not _is_loss(name) and _HIGHER_IS_BETTER.search(name) is not None
+    name = _NEW_WORD.sub("_", (names or [metric])[0]).lower()
+    return not _LOWER_IS_BETTER.search(name) and _HIGHER_IS_BETTER.search(name) is not None
 
 
 def _is_loss(name: str) -> bool:
