@@ -390,6 +390,11 @@ def test_logits_are_mended_where_the_loss_has_its_own_activation_and_marked_wher
         assert f"leave the {activation} out" in mark.sentence
 
 
+def test_a_claim_of_logits_without_its_name_is_found():
+    code = TF + ENDS_WITH.format(3, "softmax") + "l = tf.keras.losses.SparseCategoricalCrossentropy(True)\n"
+    assert "SparseCategoricalCrossentropy(False)" in translate(code).after
+
+
 @pytest.mark.parametrize("loss", ["BinaryCrossentropy", "CategoricalCrossentropy"])
 @pytest.mark.parametrize("output", [
     "tf.keras.layers.Dense(3, activation='{}')(x)",
@@ -737,6 +742,9 @@ def test_functions_of_tensorflow_elsewhere_may_be_for_its_data():
     "tf.keras.utils.experimental.DatasetCreator(f)",
     "l = tf.keras.layers.Dense(3, tf.math.tanh)",
     "print(net.optimizer.lr)",
+    "def f(optimizer):\n    optimizer.lr = 0.01",
+    "self.gen_optimizer.lr = 0.01",
+    "self.optim.lr.assign(0.01)",
     "for m in metrics:\n    m.reset_states()",
     "model = tf.keras.Sequential()\nmodel.reset_states()",
     "c = tf.keras.callbacks.ModelCheckpoint('ckpt_{epoch}', save_weights_only=True)",
@@ -762,6 +770,8 @@ def test_what_keras_3_does_not_take_any_more_is_marked(code):
 @pytest.mark.parametrize("code", [
     "l = tf.keras.layers.Dense(3, tf.keras.activations.relu)",
     "o = tf.keras.optimizers.SGD(cfg.optimizer.lr)",
+    "o = tf.keras.optimizers.SGD(args.opt.lr)",
+    "o = tf.keras.optimizers.SGD(opt.lr)",
     "class Game:\n    def reset_states(self): pass\nGame().reset_states()",
     "c = tf.keras.callbacks.ModelCheckpoint('{epoch}.weights.h5', save_weights_only=True)",
     "c = tf.keras.callbacks.ModelCheckpoint(sys.argv[1], save_weights_only=True)",

@@ -10,9 +10,9 @@ from lockstep.tools.migrate.rewrite_rules import (
     full_name,
     is_false,
     is_model,
+    is_rate,
     made_by,
     method_of,
-    owner_of_optimizer,
 )
 from lockstep.tools.migrate.source import ImportBindings, SourceText
 from lockstep.tools.migrate.symbol_map import short, translated, why_absent
@@ -70,7 +70,7 @@ def find_incompatibilities(source: SourceText, bindings: ImportBindings) -> Left
     for attribute in source.nodes(ast.Attribute):
         if attribute.attr in _METHODS:
             yield attribute, f"{attribute.attr}: {_METHODS[attribute.attr]}"
-        if attribute.attr == "lr" and owner_of_optimizer(attribute):
+        if is_rate(attribute):
             yield attribute, _RATE
     for constant in source.nodes(ast.Constant):
         if constant.value == "KERAS_BACKEND":

@@ -152,10 +152,14 @@ def learning_rates(source: SourceText, bindings: ImportBindings) -> Iterator[Edi
 
 def owner_of_optimizer(rate: ast.Attribute) -> ast.expr | None:
     """Return ``model`` of ``model.optimizer.lr``; None for other attributes, and for ``config.optimizer.lr``."""
-    is_setting = not {*_SETTINGS}.isdisjoint(ast.unparse(rate).lower().split("."))
-    if isinstance(rate.value, ast.Attribute) and rate.value.attr == "optimizer" and not is_setting:
-        return rate.value.value
-    return None
+    is_of_model = isinstance(rate.value, ast.Attribute) and rate.value.attr == "optimizer"
+    return rate.value.value if isinstance(rate.value, ast.Attribute) and is_of_model and is_rate(rate) else None
+
+
+def is_rate(attribute: ast.Attribute) -> bool:
+    """Return whether an attribute is ``lr`` of what is called an optimizer, and no setting such as ``config.optimizer.lr``."""
+    *owners, last = ast.unparse(attribute).lower().split(".")
+    return last == "lr" and owners[-1].endswith(("optim", "optimizer")) and {*_SETTINGS}.isdisjoint(owners)
 
 
 def is_model(source: SourceText, bindings: ImportBindings, owner: ast.expr) -> bool:
@@ -318,9 +322,9 @@ def _claims_of_logits(source: SourceText, bindings: ImportBindings) -> Iterator[
     """Iterate over the values of ``from_logits=True``, with the activation whose result the loss takes without it."""
     for call in source.nodes(ast.Call):
         names = [bindings.name_of(one).lower() for one in (call.func, *call.args)]  # partial(loss, from_logits=True)
-        for keyword in call.keywords:
-            if keyword.arg == "from_logits" and isinstance(keyword.value, ast.Constant) and keyword.value.value is True:
-                yield keyword.value, "sigmoid" if any("binary" in name for name in names) else "softmax"
+        value = arguments_of(call, full_name(bindings, call)).get("from_logits")
+        if isinstance(value, ast.Constant) and value.value is True:
+            yield value, "sigmoid" if any("binary" in name for name in names) else "softmax"
 
 
 def _has_activation(source: SourceText, bindings: ImportBindings, activation: str) -> bool:
