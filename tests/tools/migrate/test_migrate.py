@@ -374,13 +374,14 @@ def test_logits_of_two_models_are_marked_and_not_guessed():
 
 ENDS_WITH = "m = tf.keras.Sequential([tf.keras.layers.Dense({}, activation={!r})])\n"
 CLAIM = "l = tf.keras.losses.{}(from_logits=True)\n"
+COMPILE = "m.compile('sgd', tf.keras.losses.{}(from_logits=True))\n"
 
 
 @pytest.mark.parametrize("loss", ["BinaryCrossentropy", "CategoricalCrossentropy"])
 @pytest.mark.parametrize("activation", ["sigmoid", "softmax"])
 def test_logits_are_mended_where_the_loss_has_its_own_activation_and_marked_where_it_has_another(activation, loss):
     """TensorFlow takes what is before either activation for either loss; only of its own is the loss of both forms the same."""
-    found = translate(TF + ENDS_WITH.format(3, activation) + CLAIM.format(loss))
+    found = translate(TF + ENDS_WITH.format(3, activation) + COMPILE.format(loss))
     if (activation, loss) in (("sigmoid", "BinaryCrossentropy"), ("softmax", "CategoricalCrossentropy")):
         assert "from_logits=False" in found.after
         assert not found.todos
@@ -390,8 +391,33 @@ def test_logits_are_mended_where_the_loss_has_its_own_activation_and_marked_wher
         assert f"leave the {activation} out" in mark.sentence
 
 
+@pytest.mark.parametrize("code", [
+    "def loss(y, p):\n    return tf.keras.losses.categorical_crossentropy(y, p / 0.5, from_logits=True)\nm.compile('sgd', loss)\n",
+    "net = imported.Net(m)\nnet" + COMPILE.format("CategoricalCrossentropy")[1:],
+    "m = imported.Net(m)\n" + COMPILE.format("CategoricalCrossentropy"),
+    CLAIM.format("CategoricalCrossentropy"),
+])  # fmt: skip
+def test_a_claim_of_logits_that_may_be_of_another_model_or_right_is_marked_and_not_mended(code):
+    found = translate(TF + ENDS_WITH.format(3, "softmax") + code)
+    assert "from_logits=True" in found.after
+    assert ["write from_logits=False" in mark.sentence for mark in found.todos] == [True]
+
+
+@pytest.mark.parametrize("code", [
+    "m = tf.keras.Sequential()\nm.add(tf.keras.layers.Dense(3, activation='softmax'))\n",
+    "def build():\n    m = tf.keras.Sequential([tf.keras.layers.Dense(3, activation='softmax')])\n    return m\nm = build()\n",
+    "def build():\n    return tf.keras.Sequential([tf.keras.layers.Dense(3, activation='softmax')])\nm = build()\n",
+])  # fmt: skip
+def test_logits_are_mended_where_the_sequential_model_itself_is_compiled(code):
+    found = translate(TF + code + COMPILE.format("CategoricalCrossentropy"))
+    assert "from_logits=False" in found.after
+    assert not found.todos
+
+
 def test_a_claim_of_logits_without_its_name_is_found():
-    code = TF + ENDS_WITH.format(3, "softmax") + "l = tf.keras.losses.SparseCategoricalCrossentropy(True)\n"
+    code = (
+        TF + ENDS_WITH.format(3, "softmax") + "m.compile('sgd', tf.keras.losses.SparseCategoricalCrossentropy(True))\n"
+    )
     assert "SparseCategoricalCrossentropy(False)" in translate(code).after
 
 

@@ -294,13 +294,44 @@ def _owner(call: ast.Call) -> ast.expr:
 
 
 def logits(source: SourceText, bindings: ImportBindings) -> Iterator[Edit]:
-    """Set ``from_logits=False`` if the only model of the program ends with the loss's own activation.
+    """Set ``from_logits=False`` if the only model of the program ends with the loss's own activation, and is compiled with the loss.
 
     TensorFlow takes what is before a softmax or a sigmoid for logits, JAX what is behind it.
     """
     claims = list(_claims_of_logits(source, bindings))
     if len(claims) == 1 and list(_last_activations(source, bindings)) == [claims[0][1]]:
-        yield source.replaced(claims[0][0], "False")
+        claim = claims[0][0]
+        if any(claim in _values(loss) for loss in _losses_of_sequential(source, bindings)):
+            yield source.replaced(claim, "False")
+
+
+def _losses_of_sequential(source: SourceText, bindings: ImportBindings) -> Iterator[ast.Call]:
+    """Iterate over the objects of Keras's losses that a call ``compile`` of a sequential model makes."""
+    for call in source.nodes(ast.Call):
+        if method_of(call) == "compile" and _is_sequential(source, bindings, _owner(call)):
+            made = [value for value in _values(call) if isinstance(value, ast.Call)]
+            names = [full_name(bindings, value).removeprefix("keras.losses.") for value in made]
+            yield from (value for value, name in zip(made, names, strict=True) if name[:1].isupper())
+
+
+def _is_sequential(source: SourceText, bindings: ImportBindings, model: ast.expr) -> bool:
+    """Return whether the program assigns to a name only sequential models, or what its functions that make one return."""
+    functions = {one.name: one for one in source.nodes(ast.FunctionDef)}
+    name = ast.unparse(model)
+    assignments = (node for node in source.nodes(ast.Assign) if name in map(ast.unparse, node.targets))
+    values = [node.value for node in assignments]
+
+    def makes_one(value: ast.expr) -> bool:
+        function = functions.get(ast.unparse(value.func)) if isinstance(value, ast.Call) else None
+        made = ast.walk(function) if function else [value]
+        return any(isinstance(one, ast.Call) and full_name(bindings, one) in _SEQUENTIAL for one in made)
+
+    return bool(values) and all(map(makes_one, values))
+
+
+def _values(call: ast.Call) -> list[ast.expr]:
+    """Return the arguments of a call."""
+    return [*call.args, *(keyword.value for keyword in call.keywords)]
 
 
 def activated_logits(source: SourceText, bindings: ImportBindings) -> Iterator[tuple[ast.AST, str]]:
@@ -316,6 +347,7 @@ def activated_logits(source: SourceText, bindings: ImportBindings) -> Iterator[t
 
 
 _MODELS = ("keras.Model", "keras.models.Model")
+_SEQUENTIAL = ("keras.Sequential", "keras.models.Sequential")
 
 
 def _claims_of_logits(source: SourceText, bindings: ImportBindings) -> Iterator[tuple[ast.expr, str]]:
@@ -355,7 +387,7 @@ def _own_models(source: SourceText, bindings: ImportBindings) -> list[ast.ClassD
 def _last_activations(source: SourceText, bindings: ImportBindings) -> Iterator[str]:
     """Return the last activation of each sequential model, as far as the source shows it; other models give an empty string."""
     for call in source.nodes(ast.Call):
-        if full_name(bindings, call) not in ("keras.Sequential", "keras.models.Sequential"):
+        if full_name(bindings, call) not in _SEQUENTIAL:
             continue
         if call.args and isinstance(call.args[0], ast.List) and call.args[0].elts:
             yield _activation(call.args[0].elts[-1])
