@@ -23,6 +23,9 @@ _METHODS = {
     "fit_generator": "write fit, which takes generators",
     "evaluate_generator": "write evaluate, which takes generators",
     "predict_generator": "write predict, which takes generators",
+    "predict_classes": "write keras.ops.argmax(model.predict(…), axis=-1), or model.predict(…) > 0.5 for one output",
+    "add_metric": "give the metric to compile, or call update_state of a metric that the layer creates",
+    "metrics_names": "Keras 3 has one name for all metrics of compile; write model.evaluate(…, return_dict=True)",
 }
 _DATA_ARGUMENT = "give it to the keras.utils.PyDataset"
 _ARGUMENTS = {
@@ -31,7 +34,12 @@ _ARGUMENTS = {
         for method in ("fit", "evaluate", "predict")
         for argument in ("max_queue_size", "use_multiprocessing", "workers")
     },
-    ("save", "save_format"): "leave it out, and let the name end with .keras; model.export writes for a server",
+    **dict.fromkeys(
+        (("save", "save_format"), ("save_model", "save_format")),
+        "leave it out, and let the name end with .keras; model.export writes for a server",
+    ),
+    ("save_weights", "save_format"): "leave it out, and let the name end with .weights.h5",
+    ("compile", "experimental_run_tf_function"): "leave it out",
 }
 _EXTRACTED = (
     "Keras 3 extracts into another folder, and returns it; "
@@ -52,6 +60,8 @@ _COMPUTING = (
 )
 _BACKEND = 'KERAS_BACKEND: write "jax"'
 _RATE = "optimizer.lr: if this is an optimizer of Keras, write learning_rate"
+_RATE_OF_LOGS = "lr: the logs and the history of Keras 3 call it learning_rate"
+_LOGS = ("history", "logs")
 _RESETS = "reset_states: a metric has reset_state; a model has none, but its recurrent layers have"
 _OF_MODELS, _OF_WEIGHTS = (".keras", ".h5", ".hdf5"), (".weights.h5",)
 WRITTEN = {  # Endings of the files of each function or method.
@@ -78,6 +88,7 @@ def find_incompatibilities(source: SourceText, bindings: ImportBindings) -> Left
     for call in source.nodes(ast.Call):
         yield from _arguments(call, full_name(bindings, call))
         yield from _file_names(source, bindings, call)
+    yield from _names_of_rates(source)
     yield from _resets(source, bindings)
     yield from _within_models(source, bindings)
 
@@ -90,10 +101,34 @@ def _arguments(call: ast.Call, name: str) -> Left:
             yield call, f"{method}({keyword.arg}=…): {reason}"
         if keyword.arg == "decay" and name.startswith("keras.optimizers."):
             yield call, _DECAY
+    first = call.args[0] if call.args else None
+    if method == "add_weight" and isinstance(first, ast.Constant) and isinstance(first.value, str):
+        yield call, "add_weight: the first argument is the shape; write name=…"
     given = arguments_of(call, name) if name == "keras.utils.get_file" else {}
     for argument in ("extract", "untar"):
         if argument in given and not is_false(given[argument]):
             yield call, f"get_file({argument}=…): {_EXTRACTED}"
+
+
+def _names_of_rates(source: SourceText) -> Left:
+    """Find the word ``lr`` for the learning rate: in logs, and as an attribute of an optimizer."""
+    for entry in source.nodes(ast.Subscript):
+        if isinstance(entry.ctx, ast.Load) and _is_lr(entry.slice) and _is_log(entry.value):
+            yield entry, _RATE_OF_LOGS
+    for call in source.nodes(ast.Call):
+        words = [_is_lr(one) for one in call.args]
+        if isinstance(call.func, ast.Attribute) and call.func.attr == "get" and words[:1] == [True]:
+            yield from [(call, _RATE_OF_LOGS)] if _is_log(call.func.value) else []
+        elif ast.unparse(call.func) in ("getattr", "hasattr", "setattr") and words[1:2] == [True]:
+            yield from [(call, _RATE)] if is_rate(ast.Attribute(call.args[0], "lr")) else []
+
+
+def _is_lr(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and node.value == "lr"
+
+
+def _is_log(node: ast.expr) -> bool:
+    return ast.unparse(node).rpartition(".")[2] in _LOGS
 
 
 def _resets(source: SourceText, bindings: ImportBindings) -> Left:
@@ -121,8 +156,10 @@ def _file_names(source: SourceText, bindings: ImportBindings, call: ast.Call) ->
         endings = _OF_WEIGHTS
     is_known = (weights_only is None or isinstance(weights_only, ast.Constant)) and "save_format" not in given
     path = given.get("filepath")
-    end = _end_of(path) or _end_of(path and assigned(source, path))
-    if is_known and not any(end.endswith(ending) or ending.endswith(end) for ending in endings):
+    made = path and assigned(source, path)
+    values = [made.body, made.orelse] if isinstance(made, ast.IfExp) else [made]
+    ends = [_end_of(path)] if _end_of(path) else list(map(_end_of, values))
+    if is_known and not all(any(end.endswith(one) or one.endswith(end) for one in endings) for end in ends):
         yield call, f"{function}: the name of the file must end with {' or '.join(endings)}"
 
 

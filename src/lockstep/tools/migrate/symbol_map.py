@@ -375,7 +375,7 @@ ABSENT = {
 }
 
 # TensorFlow 2 has Keras's classes in these modules too; lower-case names there belong to TensorFlow 1.
-_ALIASES = re.compile(r"tensorflow\.(initializers|losses|metrics|optimizers)\.(?=[A-Z])")
+_ALIASES = re.compile(r"tensorflow\.(initializers|losses|metrics|optimizers)\.(?=[A-Z]|schedules\.)")
 
 # Old names of methods of a strategy.
 STRATEGY_METHODS = {
