@@ -220,7 +220,7 @@ def test_a_file_of_something_else_is_refused_and_stays(content):
     path = compile_process.checks_file()
     path.parent.mkdir()
     path.write_text(content, encoding="latin-1")
-    with pytest.raises(OptionError, match=r"is no list of checks.* Fix: set LOCKSTEP_PLAN_CHECKS to another file"):
+    with pytest.raises(OptionError, match=r"is no list of checks\. Fix: set LOCKSTEP_PLAN_CHECKS to another file"):
         keep_checks([check("h100", 1.0, 2.0)])
     assert path.read_text(encoding="latin-1") == content
 

@@ -249,7 +249,7 @@ def ratios_of(dtype: str) -> dict[str, Ratio]:
     found: dict[str, list[Check]] = {}
     try:
         entries = _entries(checks_file())
-    except (OSError, ValueError):
+    except (OSError, OptionError):
         entries = []
     for check in _checks_of(entries):
         if check.dtype == dtype:
@@ -282,10 +282,6 @@ def keep_checks(checks: Sequence[Check], environ: Mapping[str, str] = os.environ
         path.parent.mkdir(parents=True, exist_ok=True)
         text = json.dumps([*others, *(asdict(check) for check in new.values())], indent=1) + "\n"
         replace_file(path, lambda file: file.write(text.encode()))
-    except ValueError as error:
-        raise OptionError(
-            f"{path}: is no list of checks: {error}. Fix: set {CHECKS_FILE} to another file, or remove this one."
-        ) from error
     except OSError as error:
         raise OptionError(
             f"{path}: cannot be written: {error}. Fix: set {CHECKS_FILE} to a file in a writable folder."
@@ -302,14 +298,16 @@ def _entries(path: Path) -> list[Any]:
 
     Raises:
         OSError: it cannot be read.
-        ValueError: it is no list in JSON.
+        OptionError: it is no list in JSON.
     """
     try:
         found = json.loads(read_file(path, _MAX_BYTES) or b"[]")
     except FileNotFoundError:
         return []
+    except ValueError:
+        found = None
     if not isinstance(found, list):
-        raise ValueError("it has values of another kind")
+        raise OptionError(f"{path}: is no list of checks. Fix: set {CHECKS_FILE} to another file, or remove this one.")
     return found
 
 
