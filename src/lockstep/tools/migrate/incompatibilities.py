@@ -13,6 +13,7 @@ from lockstep.tools.migrate.rewrite_rules import (
     is_rate,
     made_by,
     method_of,
+    values_of,
 )
 from lockstep.tools.migrate.source import ImportBindings, SourceText
 from lockstep.tools.migrate.symbol_map import short, translated, why_absent
@@ -62,6 +63,8 @@ _BACKEND = 'KERAS_BACKEND: write "jax"'
 _RATE = "optimizer.lr: if this is an optimizer of Keras, write learning_rate"
 _RATE_OF_LOGS = "lr: the logs and the history of Keras 3 call it learning_rate"
 _LOGS = ("history", "logs")
+_DOUBLE = "float64: JAX computes in float32; write jax.config.update('jax_enable_x64', True) at the top, or float32"
+_SEEDS = "set_random_seed also seeds NumPy and random: call it once, and before the seeds of those"
 _RESETS = "reset_states: a metric has reset_state; a model has none, but its recurrent layers have"
 _OF_MODELS, _OF_WEIGHTS = (".keras", ".h5", ".hdf5"), (".weights.h5",)
 WRITTEN = {  # Endings of the files of each function or method.
@@ -89,6 +92,8 @@ def find_incompatibilities(source: SourceText, bindings: ImportBindings) -> Left
         yield from _arguments(call, full_name(bindings, call))
         yield from _file_names(source, bindings, call)
     yield from _names_of_rates(source)
+    yield from _seeds(source, bindings)
+    yield from _doubles(source, bindings)
     yield from _resets(source, bindings)
     yield from _within_models(source, bindings)
 
@@ -129,6 +134,29 @@ def _is_lr(node: ast.expr) -> bool:
 
 def _is_log(node: ast.expr) -> bool:
     return ast.unparse(node).rpartition(".")[2] in _LOGS
+
+
+def _seeds(source: SourceText, bindings: ImportBindings) -> Left:
+    """Find calls of ``set_random_seed``, which was ``tf.random.set_seed``, that undo other seeds: in a loop, or below theirs."""
+    loops = [loop for kind in (ast.For, ast.While) for loop in source.nodes(kind)]
+    repeated = {node for loop in loops for node in ast.walk(loop)}
+    others = [call for call in source.nodes(ast.Call) if ast.unparse(call.func).endswith("random.seed")]
+    for call in source.nodes(ast.Call):
+        if full_name(bindings, call) == "keras.utils.set_random_seed":
+            seed = list(map(ast.unparse, values_of(call)))
+            above = (list(map(ast.unparse, values_of(one))) for one in others if one.lineno < call.lineno)
+            if call in repeated or any(one != seed for one in above):
+                yield call, _SEEDS
+
+
+def _doubles(source: SourceText, bindings: ImportBindings) -> Left:
+    """Find calls of Keras with the type float64, unless the program lets JAX compute in it."""
+    if any(constant.value in ("jax_enable_x64", "JAX_ENABLE_X64") for constant in source.nodes(ast.Constant)):
+        return
+    for call in source.nodes(ast.Call):
+        is_double = any(isinstance(one, ast.Constant) and one.value == "float64" for one in values_of(call))
+        if is_double and full_name(bindings, call).startswith("keras."):
+            yield call, _DOUBLE
 
 
 def _resets(source: SourceText, bindings: ImportBindings) -> Left:

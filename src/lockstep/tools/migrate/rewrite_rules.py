@@ -301,7 +301,7 @@ def logits(source: SourceText, bindings: ImportBindings) -> Iterator[Edit]:
     claims = list(_claims_of_logits(source, bindings))
     if len(claims) == 1 and list(_last_activations(source, bindings)) == [claims[0][1]]:
         claim = claims[0][0]
-        if any(claim in _values(loss) for loss in _losses_of_sequential(source, bindings)):
+        if any(claim in values_of(loss) for loss in _losses_of_sequential(source, bindings)):
             yield source.replaced(claim, "False")
 
 
@@ -309,7 +309,7 @@ def _losses_of_sequential(source: SourceText, bindings: ImportBindings) -> Itera
     """Iterate over the objects of Keras's losses that a call ``compile`` of a sequential model makes."""
     for call in source.nodes(ast.Call):
         if method_of(call) == "compile" and _is_sequential(source, bindings, _owner(call)):
-            made = [value for value in _values(call) if isinstance(value, ast.Call)]
+            made = [value for value in values_of(call) if isinstance(value, ast.Call)]
             names = [full_name(bindings, value).removeprefix("keras.losses.") for value in made]
             yield from (value for value, name in zip(made, names, strict=True) if name[:1].isupper())
 
@@ -329,7 +329,7 @@ def _is_sequential(source: SourceText, bindings: ImportBindings, model: ast.expr
     return bool(values) and all(map(makes_one, values))
 
 
-def _values(call: ast.Call) -> list[ast.expr]:
+def values_of(call: ast.Call) -> list[ast.expr]:
     """Return the arguments of a call."""
     return [*call.args, *(keyword.value for keyword in call.keywords)]
 
@@ -587,6 +587,8 @@ def worker_differences(source: SourceText, bindings: ImportBindings) -> Iterator
         given = {keyword.arg: keyword.value for keyword in call.keywords}
         if name in _SEEDED and "seed" not in given and not any(map(is_false, (*call.args, given.get("shuffle")))):
             yield call, f"{name}: {_SAME_ORDER}; write seed=1"
+        elif "shuffle_files" in given and not is_false(given["shuffle_files"]):
+            yield call, f"shuffle_files=True: {_SAME_ORDER}; leave it out"
         elif is_false(given.get("deterministic")):
             yield call, f"deterministic=False: {_SAME_ORDER}; leave it out"
         elif has_task and name in ("update", "putenv") and "TF_CONFIG" in ast.unparse(call):
