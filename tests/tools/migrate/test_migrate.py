@@ -306,6 +306,47 @@ def test_a_backend_that_the_script_sets_is_left_alone():
     assert translate(code).after == 'import os\nos.environ["KERAS_BACKEND"] = "jax"\nimport keras\nkeras.Model\n'
 
 
+@pytest.mark.parametrize("code", ["# Keras reads KERAS_BACKEND\n", "print('KERAS_BACKEND is not set')\n"])
+def test_a_backend_that_the_script_only_speaks_of_is_set(code):
+    assert 'os.environ.setdefault("KERAS_BACKEND", "jax")' in translate(f"{TF}{code}tf.keras.Model\n").after
+
+
+def test_gpus_are_hidden_where_the_import_that_stays_is_in_a_block():
+    code = (
+        "try:\n    import tensorflow as tf\nexcept ImportError:\n    raise SystemExit\nd = tf.data.Dataset.range(3)\n"
+    )
+    found = translate(code).after
+    assert f"    import tensorflow as tf\n    tf{HIDDEN}except" in found
+    assert translate(found).after == found
+    two = translate("def f():\n    import tensorflow as tf; import json\n    tf.data\n").after
+    assert f"    import tensorflow as tf\n    tf{HIDDEN}    import json\n" in two
+    assert translate("if 1: import tensorflow as tf; tf.data\n").after.endswith(
+        "\nif 1: import tensorflow as tf; tf.data\n"
+    )
+    once = translate(f"def f():\n    import tensorflow as tf\n    tf.data\n{TF}tf.data\n").after
+    assert once.count(HIDDEN) == 1
+    assert f"\nimport tensorflow as tf\ntf{HIDDEN}tf.data\n" in once
+
+
+@pytest.mark.parametrize("code", [
+    "def f(sum):\n    return tf.add_n(losses)\n",
+    "from numpy import *\ntf.add_n(losses)\n",
+])  # fmt: skip
+def test_a_sum_that_is_not_pythons_is_not_written(code):
+    assert "tf.add_n(losses)" in translate(TF + code).after
+
+
+def test_the_second_version_under_compat_is_translated_as_tensorflow():
+    code = "import tensorflow.compat.v2 as tf\ns = tf.distribute.MirroredStrategy()\nm = tf.keras.Model()\n"
+    found = translate(f"{code}l = tf.add_n(m.losses)\n")
+    assert "s = lockstep.MirroredStrategy()\nm = keras.Model()\nl = sum(m.losses)\n" in found.after
+    assert not found.todos
+    data = translate(f"{code}tf.data\n")
+    assert "import tensorflow.compat.v2 as tf\n" in data.after
+    assert not data.todos
+    assert new_lines("m = tf.compat.v2.keras.Model()") == "m = keras.Model()"
+
+
 def test_an_import_inside_a_block_that_is_not_needed_any_more_leaves_the_block_whole():
     code = "def f():\n    import tensorflow as tf\nimport keras\nif 1: import tensorflow as tf\n"
     ast.parse(translate(code).after)
@@ -569,6 +610,8 @@ def test_devices_that_the_program_hides_are_marked_and_those_that_the_translatio
         ("test.is_built_with_cuda", "jax.local_devices()"),
         ("debugging.enable_check_numerics", "lockstep.callbacks.NanGuard"),
         ("debugging.set_log_device_placement", "leave it out"),
+        ("config.run_functions_eagerly", "run_eagerly=True"),
+        ("config.threading.set_intra_op_parallelism_threads", "JAX sets its threads"),
         ("profiler.experimental.start", "jax.profiler"),
         ("tpu.experimental.initialize_tpu_system", "JAX finds its TPUs"),
     ],

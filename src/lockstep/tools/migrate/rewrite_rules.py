@@ -182,7 +182,8 @@ def one_device_strategy(source: SourceText, bindings: ImportBindings) -> Iterato
 def add_n(source: SourceText, bindings: ImportBindings) -> Iterator[Edit]:
     """Replace ``tf.add_n(model.losses)`` by ``sum(model.losses)``, as the losses are arrays of JAX."""
     for call in source.nodes(ast.Call):
-        if bindings.name_of(call.func) == "tensorflow.add_n" and len(call.args) == 1 and not call.keywords:
+        is_it = bindings.name_of(call.func) == "tensorflow.add_n" and len(call.args) == 1 and not call.keywords
+        if is_it and all(bindings.is_import_at(call, name) for name in ("sum", "*")):  # Nothing else is called sum.
             yield source.replaced(call.func, "sum")
 
 

@@ -17,7 +17,7 @@ import keras
 
 from lockstep._errors import OptionError
 from lockstep._keras.graph import is_keras_class
-from lockstep.tools.migrate.symbol_map import translated
+from lockstep.tools.migrate.symbol_map import of_version_2, translated
 
 Node = TypeVar("Node", bound=ast.AST)
 ImportNode = ast.Import | ast.ImportFrom
@@ -239,9 +239,9 @@ class ImportBindings:
             for alias in statement.names:
                 first = alias.name.partition(".")[0]
                 if isinstance(statement, ast.ImportFrom):
-                    yield alias.asname or alias.name, f"{statement.module}.{alias.name}", statement
+                    yield alias.asname or alias.name, of_version_2(f"{statement.module}.{alias.name}"), statement
                 elif first in MODULES:
-                    yield alias.asname or first, alias.name if alias.asname else first, statement
+                    yield alias.asname or first, of_version_2(alias.name) if alias.asname else first, statement
 
     @cached_property
     def chains(self) -> list[DottedName]:
@@ -270,14 +270,17 @@ class ImportBindings:
             if isinstance(node, (ast.Attribute, ast.Name)) and id(node) not in inner:
                 words = _words(node)
                 if words and words[0] in self.modules:
-                    found.append(DottedName(node, ".".join([self.modules[words[0]], *words[1:]]), words[0]))
+                    found.append(DottedName(node, self._full(words), words[0]))
         return found
 
     def name_of(self, node: ast.expr) -> str:
         """Return the full name of an expression; empty if it is no imported name."""
         words = _words(node)
         is_known = bool(words) and words[0] in self.modules and self._is_unambiguous(node, words[0])
-        return ".".join([self.modules[words[0]], *words[1:]]) if is_known else ""
+        return self._full(words) if is_known else ""
+
+    def _full(self, words: Sequence[str]) -> str:
+        return of_version_2(".".join([self.modules[words[0]], *words[1:]]))
 
     def is_import_at(self, node: ast.AST, module: str) -> bool:
         """Return whether a module's own name means the module at a node, and nothing else of the program."""
@@ -388,17 +391,19 @@ def rewrite_imports(source: SourceText, bindings: ImportBindings) -> Iterator[Ed
     written = {statement: _rewrite_import(statement, used, bindings) for statement in statements}
     missing = [name for name in ("keras", "lockstep") if _is_missing(name, source, bindings, written)]
     first = next(one for one in source.tree.body if any(map(_loads_keras, ast.walk(one))))
-    staying = [one for one, imports in written.items() if one in source.tree.body and _need_tensorflow(imports)]
+    staying = [
+        one for one, imports in written.items() if _need_tensorflow(imports) and not _is_within_line(source, one)
+    ]
     top = _head(source, missing, first)
     if not staying and _reads_by_tensorflow(source):
-        top += f"{_hide_gpus(source, [])}\n".lstrip("\n")
+        top += "".join(f"{line}\n" for line in _hide_gpus(source, []))
     if first not in written:  # A block that contains an import, or a package such as keras_tuner.
         at = source.span(first)[0] if _modules_of(first) else source.line_start(first)
         yield Edit(at, at, top)
     for statement, imports in written.items():
         head = top if statement is first else ""
-        hidden = _hide_gpus(source, imports) if statement in staying[:1] else ""
-        text = head + _separator(source, statement).join(map(ast.unparse, imports)) + hidden
+        hidden = _hide_gpus(source, imports) if statement in staying[:1] else []
+        text = head + _separator(source, statement).join([*map(ast.unparse, imports), *hidden])
         if text != source.segment(statement):
             yield _replace_import(source, statement, text)
 
@@ -421,6 +426,11 @@ def _is_missing(
     )
 
 
+def _is_within_line(source: SourceText, statement: ast.stmt) -> bool:
+    """Return whether a statement is in a block on the line of its header, as in ``if old: import tensorflow``."""
+    return statement not in source.tree.body and _separator(source, statement) == "; "
+
+
 def _separator(source: SourceText, statement: ast.stmt) -> str:
     """Return the separator of the imports that replace one import."""
     before = source.text[source.line_start(statement) : source.span(statement)[0]]
@@ -432,7 +442,8 @@ def _head(source: SourceText, missing: Sequence[str], first: ast.stmt) -> str:
     before = source.tree.body[: source.tree.body.index(first)]
     aliases = [alias for statement in before if isinstance(statement, ast.Import) for alias in statement.names]
     has_os = any(alias.name == "os" and not alias.asname for alias in aliases)
-    needs_backend = "KERAS_BACKEND" not in source.text
+    words = [node.value for node in source.nodes(ast.Constant)] + [node.arg for node in source.nodes(ast.keyword)]
+    needs_backend = "KERAS_BACKEND" not in words
     head = f"{'' if has_os else 'import os'}\n\n{_BACKEND}\n".lstrip("\n") if needs_backend else ""
     return head + "".join(f"import {name}\n" for name in missing)
 
@@ -455,18 +466,18 @@ def _reads_by_tensorflow(source: SourceText) -> bool:
     return "tensorflow_datasets" in modules or any(name.endswith("_dataset_from_directory") for name in names)
 
 
-def _hide_gpus(source: SourceText, imports: Iterable[ImportNode]) -> str:
+def _hide_gpus(source: SourceText, imports: Iterable[ImportNode]) -> list[str]:
     """Return the lines that hide the GPUs from TensorFlow, below the first import that stays; none if it has them."""
     if _HIDDEN in source.text:
-        return ""
+        return []
     names = [
         alias.asname or "tensorflow"
         for alias in (alias for node in imports if isinstance(node, ast.Import) for alias in node.names)
         if alias.name == "tensorflow" or (alias.name.startswith("tensorflow.") and not alias.asname)
     ]
     name = next(iter(names), "tensorflow")
-    added = "" if names else f"\nimport {name}"
-    return f"{added}\n{name}{_HIDDEN}"
+    added = [] if names else [f"import {name}"]
+    return [*added, f"{name}{_HIDDEN}"]
 
 
 def hides_gpus(source: SourceText, node: ast.expr) -> bool:
@@ -479,7 +490,8 @@ def _replace_import(source: SourceText, statement: ast.stmt, text: str) -> Edit:
     text = text.rstrip("\n")
     follows = re.match(r"[ \t]*;[ \t]*", source.text[end:])
     if follows and text.endswith(_HIDDEN):
-        return Edit(start, end + follows.end(), f"{text}\n")
+        separator = _separator(source, statement)
+        return Edit(start, end + follows.end(), text + (separator if separator != "; " else "\n"))
     if text:
         return source.replaced(statement, text)
     whole_line = source.line_start(statement) == start and source.text[end : end + 1] == "\n"

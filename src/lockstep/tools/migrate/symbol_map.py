@@ -338,6 +338,8 @@ ABSENT = {
         "or set JAX_PLATFORMS=cpu or CUDA_VISIBLE_DEVICES before the start",
     ),
     "tensorflow.config": "JAX initializes its devices; name them to the strategy, as in lockstep.MirroredStrategy(['gpu:0', 'gpu:1'])",
+    "tensorflow.config.run_functions_eagerly": "write run_eagerly=True in compile",
+    "tensorflow.config.threading": _CONFIGURED,
     "tensorflow.contrib": "TensorFlow 1 has no counterpart; see the pages of docs/",
     "tensorflow.data.experimental.AutoShardPolicy": "all workers read the same data, and each takes its rows: leave it out",
     **dict.fromkeys(
@@ -391,6 +393,11 @@ def _prefix(name: str, table: dict[str, str]) -> str:
     return next((prefix for prefix in prefixes if prefix in table), "")
 
 
+def of_version_2(name: str) -> str:
+    """Return a full name without ``compat.v2``, which has the names of TensorFlow itself."""
+    return name.replace("tensorflow.compat.v2", "tensorflow", 1)
+
+
 def translated(name: str, *, with_strategy: bool = True) -> str:
     """Translate a full dotted name; unknown names are returned unchanged.
 
@@ -402,7 +409,7 @@ def translated(name: str, *, with_strategy: bool = True) -> str:
         >>> translated("tensorflow.keras.layers.Dense"), translated("tensorflow.distribute.MirroredStrategy")
         ('keras.layers.Dense', 'lockstep.MirroredStrategy')
     """
-    name = _ALIASES.sub(r"keras.\1.", name)
+    name = _ALIASES.sub(r"keras.\1.", of_version_2(name))
     table = RENAMED if with_strategy else _WITHOUT_STRATEGY
     while (prefix := _prefix(name, table)) and len(_prefix(name, ABSENT)) < len(prefix):
         name = table[prefix] + name[len(prefix) :]
@@ -422,6 +429,7 @@ def why_absent(name: str) -> str | None:
         'write lockstep.MirroredStrategy([device])'
         >>> why_absent("tensorflow.data.Dataset")
     """
+    name = of_version_2(name)
     of_version_1 = name.replace("tensorflow.compat.v1.", "tensorflow.", 1)
     prefix = _prefix(of_version_1, ABSENT) or _prefix(name, ABSENT)
     return (prefix and ABSENT[prefix]) or None
