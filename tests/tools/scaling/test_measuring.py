@@ -317,6 +317,13 @@ def test_a_file_that_cannot_be_written_is_told_before_anything_is_measured(tmp_p
     assert [one.name for one in tmp_path.iterdir()] == ["train.py"]
 
 
+def test_a_link_to_a_file_that_is_not_there_yet_stays_when_it_is_checked(tmp_path):
+    link = tmp_path / "page.html"
+    link.symlink_to(tmp_path / "later.html")
+    api.check_writable([link])
+    assert link.is_symlink()
+
+
 def test_files_of_a_measurement_are_there_even_where_nobody_reads_what_is_printed(tmp_path, monkeypatch):
     class Closed(io.StringIO):
         def write(self, text):

@@ -277,7 +277,7 @@ def check_writable(paths: Iterable[str | Path | None]) -> None:
     """
     for path in (path for path in paths if path is not None):
         with _write_errors(path):
-            is_new = not Path(path).exists()
+            is_new = not os.path.lexists(path)
             Path(path).open("ab").close()
             if is_new:
                 Path(path).unlink()
