@@ -63,7 +63,7 @@ _BACKEND = 'KERAS_BACKEND: write "jax"'
 _RATE = "optimizer.lr: if this is an optimizer of Keras, write learning_rate"
 _RATE_OF_LOGS = "lr: the logs and the history of Keras 3 call it learning_rate"
 _LOGS = ("history", "logs")
-_DOUBLE = "float64: JAX computes in float32; write jax.config.update('jax_enable_x64', True) at the top, or float32"
+_DOUBLE = "float64: JAX computes in float32; set JAX_ENABLE_X64=1 before the start, or write float32"
 _SEEDS = "set_random_seed also seeds NumPy and random: call it once, and before the seeds of those"
 _RESETS = "reset_states: a metric has reset_state; a model has none, but its recurrent layers have"
 _OF_MODELS, _OF_WEIGHTS = (".keras", ".h5", ".hdf5"), (".weights.h5",)
