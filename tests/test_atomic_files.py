@@ -25,6 +25,7 @@ from tests.launch.launching import program, run
 
 PACKAGE = Path(lockstep.__file__).parent
 TREASURE = "of another user\n"
+FIX = "Fix: make it readable for this user, or use another checkpoint."
 
 
 @pytest.fixture
@@ -131,7 +132,7 @@ def test_a_fifo_in_a_checkpoint_is_passed_over(name, tmp_path):
     (newest / name).unlink()
     os.mkfifo(newest / name)
     assert store.newest().step == 7
-    assert lines == [f"checkpoint refused: {newest / name}: cannot be read: {name} is no regular file."]
+    assert lines == [f"checkpoint refused: {newest / name}: cannot be read: {name} is no regular file. {FIX}"]
     assert store.verify(newest) == [f"{newest / name}: cannot be read: {name} is no regular file."]
     assert cli.main(["checkpoint", "show", str(tmp_path)]) == 0
 
@@ -151,7 +152,7 @@ def test_a_manifest_that_is_too_large_takes_no_memory_and_is_never_written(tmp_p
     (path,) = store.paths()
     os.truncate(path / "manifest.json", 1 << 40)  # A file with a hole needs no space.
     assert store.verify(path) == [
-        f"{path / 'manifest.json'}: cannot be read: manifest.json has more than 268,435,456 bytes."
+        f"{path / 'manifest.json'}: cannot be read: manifest.json has more than 268,435,456 bytes. {FIX}"
     ]
     monkeypatch.setattr("lockstep.checkpoint.serialization.MAX_MANIFEST_BYTES", 2000)
     with pytest.raises(
