@@ -133,7 +133,7 @@ def test_a_fifo_in_a_checkpoint_is_passed_over(name, tmp_path):
     os.mkfifo(newest / name)
     assert store.newest().step == 7
     assert lines == [f"checkpoint refused: {newest / name}: cannot be read: {name} is no regular file. {FIX}"]
-    assert store.verify(newest) == [f"{newest / name}: cannot be read: {name} is no regular file."]
+    assert store.verify(newest) == [f"{newest / name}: cannot be read: {name} is no regular file. {FIX}"]
     assert cli.main(["checkpoint", "show", str(tmp_path)]) == 0
 
 
