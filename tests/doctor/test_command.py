@@ -106,6 +106,33 @@ def test_doctor_ends_a_script_that_catches_everything_and_calls_fit_again(doctor
     assert "Fix: export JAX_ENABLE_X64=1 before the command" in done.stderr
 
 
+SAVING = """
+import keras, numpy as np
+model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+model.compile("sgd", "mse")
+model.save("begun.keras")
+try:
+    model.fit(np.ones((64, 2)), np.zeros((64, 1)), batch_size=16)
+finally:
+    try:
+        model.save_weights("model.weights.h5")
+    finally:
+        try:
+            model.export("exported")
+        finally:
+            model.save("model.keras")
+"""
+
+
+@pytest.mark.slow
+def test_doctor_saves_no_untrained_model(doctor, tmp_path):
+    (tmp_path / "model.keras").write_text("trained")
+    done = doctor(SAVING, "train.py")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "model.keras").read_text() == "trained"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["begun.keras", "model.keras", "train.py"]
+
+
 def test_a_script_without_fit_and_a_missing_one_give_code_2(tmp_path, capsys):
     (tmp_path / "train.py").write_text("")
     for name, told in (

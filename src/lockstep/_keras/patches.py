@@ -138,7 +138,15 @@ OBSERVE_COMPILE = Patch(
     lifetime="while a user's script runs up to its call of fit",
     reason="the doctor notes the place where a model was compiled",
     public_api="a hook around compile",
-    used_by=("_keras/trainer.py",),
+    used_by=("tools/doctor_command.py",),
+)
+END_SAVES = Patch(
+    target="class Model",
+    attributes=("save", "save_weights", "export"),
+    lifetime="while a user's script runs up to its call of fit",
+    reason="a script whose fit was not run must not write its untrained model over a trained one on its way out",
+    public_api="a hook around writing a file",
+    used_by=("tools/script_runner.py",),
 )
 STATE_SYNC = Patch(
     target="model",

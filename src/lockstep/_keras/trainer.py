@@ -37,12 +37,12 @@ from lockstep._keras.patches import (
     INTERCEPT_FIT,
     LOCAL_DEVICES,
     MODEL_CALLS,
-    OBSERVE_COMPILE,
     OPTIMIZER_VARIABLES,
     SHARD_VARIABLES,
     STATE_SYNC,
     STEP_FUNCTIONS,
     SYNCHRONIZED_ARGUMENT,
+    Patch,
     install,
     patched,
     value_in_context,
@@ -494,19 +494,19 @@ def intercept_fit(interceptor: FitInterceptor) -> Iterator[None]:
         _interceptors.remove(interceptor)
 
 
-@contextlib.contextmanager
-def observe_compile(observe: Callable[[keras.Model], None]) -> Iterator[None]:
-    """Call ``observe`` with each model that is compiled while this context is open, from within that call."""
-    owner = _owner_of("compile")
-    original = vars(owner)["compile"]
+def observe_calls(patch: Patch, observe: Callable[[keras.Model], None]) -> contextlib.AbstractContextManager[None]:
+    """Call ``observe`` with the model before each call of the methods of a patch while this is open; what it raises ends the call."""
 
-    @functools.wraps(original)
-    def compile(model: keras.Model, *args: Any, **kwargs: Any) -> Any:
-        observe(model)
-        return original(model, *args, **kwargs)
+    def observing(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def method(model: keras.Model, *args: Any, **kwargs: Any) -> Any:
+            observe(model)
+            return original(model, *args, **kwargs)
 
-    with patched(OBSERVE_COMPILE, [(owner, "compile", compile)]):
-        yield
+        return method
+
+    owners = [(_owner_of(name), name) for name in patch.attributes]
+    return patched(patch, [(owner, name, observing(vars(owner)[name])) for owner, name in owners])
 
 
 def interceptable(model: keras.Model, fit: Fit) -> Fit:

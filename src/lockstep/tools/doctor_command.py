@@ -12,7 +12,7 @@ import jax
 import keras
 
 from lockstep._keras import trainer
-from lockstep._keras.trainer import observe_compile
+from lockstep._keras.patches import OBSERVE_COMPILE
 from lockstep.cluster_resolver import RESOLVERS, resolve
 from lockstep.collectives import AutoAllReduce
 from lockstep.data.fit_wrapper import FitWrapper
@@ -94,7 +94,7 @@ def _prepare(changes: contextlib.ExitStack, on_compile: Callable[[keras.Model], 
     """Change the process for the script, until ``changes`` are closed."""
     changes.callback(set_doctor, doctor_enabled())
     set_doctor(False)  # Otherwise the strategy of the script would also examine its calls.
-    changes.enter_context(observe_compile(on_compile))
+    changes.enter_context(trainer.observe_calls(OBSERVE_COMPILE, on_compile))
     if is_quiet:
         changes.enter_context(to_standard_error())
 

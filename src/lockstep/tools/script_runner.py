@@ -27,7 +27,8 @@ import jax
 import keras
 
 from lockstep._errors import OptionError, shown, signal_name
-from lockstep._keras.trainer import intercept_fit
+from lockstep._keras.patches import END_SAVES
+from lockstep._keras.trainer import intercept_fit, observe_calls
 from lockstep.doctor.base import calling_location
 from lockstep.launch.reaper import die_with_parent
 
@@ -91,7 +92,8 @@ def run_until_fit(
     """
     check_exists(path)
     interceptor, exit_code = _Interceptor(path, on_fit, finish), None
-    with _as_main(path, arguments), intercept_fit(interceptor):
+    saves = observe_calls(END_SAVES, interceptor.end_save)
+    with _as_main(path, arguments), intercept_fit(interceptor), saves:
         try:
             runpy.run_path(path, run_name="__main__")
         except BaseException as error:  # If a script has caught its end, any other exception may follow.
@@ -131,6 +133,11 @@ class _Interceptor:
         elif self.outcome and self._finish is not None:
             _end_process(functools.partial(self._finish, self.outcome[0]))
         raise SystemExit  # Not an Exception, which the script may catch; and a thread, too, ends by it silently.
+
+    def end_save(self, model: keras.Model) -> None:
+        """End a script that writes a model on its way out, which has not been trained."""
+        if self.outcome:
+            raise SystemExit
 
     def wait(self) -> None:
         """Wait for the end of ``on_fit`` in a thread that the script has left."""
