@@ -57,7 +57,7 @@ def _has_rewrite(closed: ClosedJaxpr) -> bool:
 
 def _called_jaxpr(equation: JaxprEqn) -> ClosedJaxpr | None:
     """Return the body of a jit call; loops and functions with custom derivatives are not entered."""
-    return equation.params["jaxpr"] if equation.primitive.name in ("jit", "pjit") else None
+    return equation.params["jaxpr"] if equation.primitive.name == "jit" else None
 
 
 def _rewrite(equation: JaxprEqn, inputs: list[Any]) -> Sequence[Any] | None:

@@ -14,14 +14,14 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Va
 # Returns the outputs of an equation, or None to evaluate it.
 EquationHandler = Callable[[JaxprEqn, list[Any]], Sequence[Any] | None]
 
-CALLS = ("jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint")
+CALLS = ("jit", "closed_call", "remat2")
 CUSTOM_DERIVATIVES = ("custom_jvp_call", "custom_vjp_call")
 _COMPOSED = ("CheckpointName", "Einsum", "Frexp", "Ldexp", "Nonzero", "SearchSorted")
 
 
 def called_jaxpr(equation: JaxprEqn) -> Any:
     """Return the jaxpr that a call, or a function with a custom derivative, evaluates, closed or not; None if there is none."""
-    names = ("call_jaxpr", "fun_jaxpr", "jaxpr")
+    names = ("call_jaxpr", "jaxpr")
     return next((equation.params[name] for name in names if name in equation.params), None)
 
 
@@ -88,7 +88,7 @@ def inline_calls(closed: ClosedJaxpr, primitive: Primitive, refuse: Callable[[st
 
 def inline_all_calls(closed: ClosedJaxpr) -> ClosedJaxpr:
     """Return the jaxpr with each call (jit, custom derivative) replaced by its body; rematerialized functions stay as they are."""
-    names = ("jit", "pjit", "closed_call", "core_call", *CUSTOM_DERIVATIVES)
+    names = ("jit", "closed_call", *CUSTOM_DERIVATIVES)
     return _inlined(closed, lambda equation: equation.primitive.name in names, lambda where: None)
 
 

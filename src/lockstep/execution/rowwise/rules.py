@@ -426,7 +426,7 @@ def _no_results(pair: EquationPair, inputs: RowDependences) -> RowDependences:
 ENTRYWISE = [
     *("abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh", "bessel_i0e"),
     *("bessel_i1e", "bitcast_convert_type", "cbrt", "ceil", "clamp", "clz", "complex", "conj"),
-    *("convert_element_type", "copy", "copy_p", "copysign", "cos", "cosh", "digamma", "div", "eq", "erf"),
+    *("convert_element_type", "copy", "cos", "cosh", "digamma", "div", "eq", "erf"),
     *("erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "igamma", "igamma_grad_a", "igammac"),
     *("imag", "integer_pow", "is_finite", "layout_constraint", "le", "le_to", "lgamma", "log", "log1p"),
     *("logistic", "lt", "lt_to", "max", "min", "mul", "name", "ne", "neg", "nextafter", "not", "or"),
@@ -440,7 +440,7 @@ DRAWS = ("random_bits", "random_gamma", "random_split")
 KEY_OPERATIONS = ("random_seed", "random_wrap", "random_unwrap", "random_fold_in", "random_clone")
 PLACEMENTS = ("device_put", "optimization_barrier", "reshard")
 REDUCTIONS = ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor")
-SCATTERS = ("scatter", "scatter-add", "scatter_add", "scatter-mul", "scatter-min", "scatter-max")
+SCATTERS = ("scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max")
 WINDOWS = ("reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min")
 ROW_DEPENDENT_PARAMS = {
     **dict.fromkeys(("broadcast_in_dim", "iota", "random_bits", "random_split"), ("shape",)),
@@ -495,7 +495,7 @@ RULES: dict[str, Callable[[EquationPair, RowDependences], RowDependences]] = {
 
 def sum_rule(pair: EquationPair, inputs: RowDependences) -> RowDependence:
     """Return the dependence of a linear operation on sums or means over the rows, or None if the operation is no such."""
-    if inputs == [RowCount()] and pair.name in ("convert_element_type", "copy", "copy_p"):
+    if inputs == [RowCount()] and pair.name in ("convert_element_type", "copy"):
         return None if _is_rounded(pair) else RowCount()
     if pair.name == "eq" and inputs == [RowCount(), None] and pair.is_zero(1):
         return NeverTrue()
@@ -539,7 +539,6 @@ _LINEAR_OPERATIONS = frozenset(
         "squeeze",
         "reduce_sum",
         "transpose",
-        "copy_p",
         "broadcast_in_dim",
         "sharding_constraint",
         "stop_gradient",

@@ -10,9 +10,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from lockstep.execution.jaxpr_utils import called_jaxpr
 
 Sign = int | None  # 0: zero; 1 and -1: at least and at most zero, as a bound of ``clip`` is; None: unknown
-_KEEP_SIGNS = frozenset(
-    ("broadcast_in_dim", "convert_element_type", "copy", "copy_p", "reshape", "squeeze", "transpose")
-)
+_KEEP_SIGNS = frozenset(("broadcast_in_dim", "convert_element_type", "copy", "reshape", "squeeze", "transpose"))
 _OF_FIRST = frozenset(  # Zero if their first operand is.
     (
         *("abs", "asin", "asinh", "atan", "atanh", "cbrt", "ceil", "conj", "cummax", "cummin", "cumprod", "cumsum"),
