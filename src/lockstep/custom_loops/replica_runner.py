@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec
 from lockstep._errors import ModelError
 from lockstep.custom_loops.per_replica import PerReplica, group_replicas, is_per_replica
 from lockstep.devices.placement import DEVICE_AXIS, MeshPlacement, Placement
-from lockstep.execution.jaxpr_utils import constants_within, inline_calls, subprogram
+from lockstep.execution.jaxpr_utils import constants_within, inline_calls, inputs_of, subprogram
 
 Replicas = tuple[int, ...]
 Shapes = list[list[Any]]  # for each all_gather, in order: the shape that each replica gives to it
@@ -278,9 +278,7 @@ class _ReplicaBatch:
         if not equations:
             return
         made = [var for equation in equations for var in equation.outvars]
-        used = (atom for equation in equations for atom in equation.invars if not isinstance(atom, Literal))
-        known = set(made)
-        inputs = list(dict.fromkeys(var for var in used if var not in known))
+        inputs = inputs_of(equations)
         self.values.update(zip(made, call(subprogram(self.jaxpr, equations, inputs, made), inputs), strict=True))
 
     def _run_vmapped(self, function: Callable[..., Any], inputs: list[Var]) -> list[jax.Array]:

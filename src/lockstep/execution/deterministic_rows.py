@@ -25,6 +25,7 @@ from jax.sharding import PartitionSpec
 
 from lockstep.devices.batch_layout import BatchLayout
 from lockstep.devices.placement import DEVICE_AXIS, PlacedRows, Placement
+from lockstep.execution.jaxpr_utils import variables_in
 from lockstep.execution.rowwise.row_axes import EquationPair, MixedRowsError, RowAxis
 from lockstep.execution.rowwise.rules import CUMULATIVE, DRAWS, ENTRYWISE, REDUCTIONS, RULES, SCATTERS
 from lockstep.execution.spmd import PerDevice, PerDeviceProgram, sharded_array, to_per_device
@@ -232,7 +233,7 @@ class RowwiseEquations:
                 sources[var] = None
             elif id(equation) not in found:
                 found[id(equation)] = equation
-                waiting += variables_of(equation)
+                waiting += variables_in(equation.invars)
         return self.in_order(found.values()), list(sources)
 
     def in_order(self, equations: Iterable[JaxprEqn]) -> list[JaxprEqn]:
@@ -243,7 +244,7 @@ class RowwiseEquations:
         """Return the variables, with this one, that have its numbers in another form, such as another shape or type."""
         found = [var]
         while (equation := self._equations.get(found[-1])) is not None and equation.primitive.name in _EXACT:
-            read = variables_of(equation)
+            read = variables_in(equation.invars)
             if len(read) != 1 or read[0] not in self._equations or _size_of(read[0]) > _size_of(var):
                 break
             found.append(read[0])
@@ -257,7 +258,7 @@ class RowwiseEquations:
     def _add(self, equation: JaxprEqn, cut: tuple[bool, ...]) -> None:
         self._cut[id(equation)] = cut
         self._equations.update(dict.fromkeys(equation.outvars, equation))
-        read = variables_of(equation)
+        read = variables_in(equation.invars)
         if not self.depends_on_rows.isdisjoint(read):
             self.depends_on_rows.update(equation.outvars)
         if equation.primitive.name in _EXACT and all(var in self._exact or not self.computes(var) for var in read):
@@ -272,7 +273,7 @@ class RowwiseEquations:
             if self.includes(equation) and own.isdisjoint(self.depends_on_rows) and is_read:
                 self._leave_out(equation)
             if not self.includes(equation):
-                read.update(variables_of(equation))
+                read.update(variables_in(equation.invars))
 
     def _leave_out(self, equation: JaxprEqn) -> None:
         del self._cut[id(equation)]
@@ -295,11 +296,6 @@ class RowwiseEquations:
         )
         begins = sum(map(_size_of, (*equation.invars, *equation.outvars[1:]))) < _size_of(equation.outvars[0])
         return cut if (any(is_known) or begins) and _follows_rows(equation, cut, rows) else None
-
-
-def variables_of(equation: JaxprEqn) -> list[Var]:
-    """Return the variables that an equation reads."""
-    return [atom for atom in equation.invars if not isinstance(atom, Literal)]
 
 
 def _pairs_rows(equation: JaxprEqn) -> bool:

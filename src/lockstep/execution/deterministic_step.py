@@ -21,8 +21,15 @@ from jax.interpreters import ad, batching
 from lockstep._errors import ModelError
 from lockstep.devices.batch_layout import BatchLayout
 from lockstep.devices.placement import PlacedRows, Placement, is_rows
-from lockstep.execution.deterministic_rows import ReplicaRows, RowwiseEquations, RowwiseProgram, join_rows, variables_of
-from lockstep.execution.jaxpr_utils import inline_all_calls, inline_calls, subprogram
+from lockstep.execution.deterministic_rows import ReplicaRows, RowwiseEquations, RowwiseProgram, join_rows
+from lockstep.execution.jaxpr_utils import (
+    inline_all_calls,
+    inline_calls,
+    inputs_of,
+    live_equations,
+    subprogram,
+    variables_in,
+)
 from lockstep.execution.spmd import PerDevice, PerDeviceProgram, to_per_device
 
 
@@ -155,7 +162,7 @@ class _PartitionedStep:
         """Return the results, each with memory of its own, because the next step may donate its state."""
         found = []
         returned: set[Any] = set(self._constants)
-        self._join_rows(values, [atom for atom in self._results if not isinstance(atom, Literal)])
+        self._join_rows(values, variables_in(self._results))
         for atom in self._results:
             if isinstance(atom, Literal):
                 found.append(self._placement.put(atom.val))
@@ -188,13 +195,8 @@ class ProgramPart:
         layouts: Mapping[int, BatchLayout] | None = None,
     ) -> None:
         self.run, self.inputs, self.outputs, self.layouts = run, inputs, outputs, layouts or {}
-        self.last_used = {atom for atom in inputs if not isinstance(atom, Literal) and atom not in live}
+        self.last_used = set(variables_in(inputs)) - live
         self.donated: tuple[int, ...] = ()  # positions of the inputs whose memory the outputs reuse
-
-    @property
-    def variables(self) -> list[Var]:
-        """The variables among the inputs."""
-        return [atom for atom in self.inputs if not isinstance(atom, Literal)]
 
     def reads_joined(self, values: Mapping[Var, Any]) -> list[Var]:
         """Return the variables among the inputs that are rows, and that it does not read where these are."""
@@ -209,8 +211,7 @@ def _compiled_part(
     jaxpr: Jaxpr, equations: list[JaxprEqn], live: set[Var], donated: set[Var], placement: Placement
 ) -> ProgramPart:
     """Return the part of equations that are no isolated call; ``donated`` inputs may be donated to it."""
-    defined = {var for equation in equations for var in equation.outvars}
-    inputs = list(dict.fromkeys(var for one in equations for var in variables_of(one) if var not in defined))
+    inputs = inputs_of(equations)
     outputs = [var for one in equations for var in one.outvars if var in live]
     part = ProgramPart(lambda values: program(*(to_per_device(v, placement) for v in values)), inputs, outputs, live)
     part.donated = _matching_donations(part, donated)
@@ -233,8 +234,8 @@ def _matching_donations(part: ProgramPart, donated: set[Var]) -> tuple[int, ...]
 def _partition(
     jaxpr: Jaxpr, donated: set[Var], placement: Placement, rowwise: RowwiseEquations | None
 ) -> list[ProgramPart]:
-    live = {atom for atom in jaxpr.outvars if not isinstance(atom, Literal)}
-    equations = _equations_in_use(jaxpr)
+    live = set(variables_in(jaxpr.outvars))
+    equations, _ = live_equations(jaxpr.eqns, jaxpr.outvars)
     parts = []
     for group in reversed(Schedule(jaxpr, equations, rowwise).groups() if rowwise else [*_in_order(equations)]):
         if isinstance(group, JaxprEqn):
@@ -245,19 +246,9 @@ def _partition(
             part = ProgramPart(group.run, group.inputs, group.outputs, live, group.layouts)
         else:
             part = _compiled_part(jaxpr, group, live, donated, placement)
-        live = live.union(part.variables)
+        live = live.union(variables_in(part.inputs))
         parts.append(part)
     return parts[::-1]
-
-
-def _equations_in_use(jaxpr: Jaxpr) -> list[JaxprEqn]:
-    live = {atom for atom in jaxpr.outvars if not isinstance(atom, Literal)}
-    found = []
-    for equation in reversed(jaxpr.eqns):
-        if equation.effects or not live.isdisjoint(equation.outvars):
-            live.update(variables_of(equation))
-            found.append(equation)
-    return found[::-1]
 
 
 # What becomes one part: an isolated call, equations that are compiled together, or those that work along the rows.
@@ -289,7 +280,7 @@ class Schedule:
     def __init__(self, jaxpr: Jaxpr, equations: list[JaxprEqn], rowwise: RowwiseEquations) -> None:
         self._rowwise = rowwise
         self._equations = [one for one in equations if not rowwise.includes(one)]
-        self._results = [atom for atom in jaxpr.outvars if not isinstance(atom, Literal)]
+        self._results = variables_in(jaxpr.outvars)
         self._stages: dict[Var, tuple[int, bool]] = {}  # of each computed value, and whether it is compiled with others
         self._along_rows: dict[Var, int] = {}  # stages of the values that are computed along the rows for another part
         self._earliest: dict[int, int] = {}  # stages by equation
@@ -363,11 +354,11 @@ class Schedule:
         found: dict[int, list[JaxprEqn]] = defaultdict(list)
         for equation in reversed(self._equations):
             if equation.primitive is _isolated_p:
-                self._limit(limits, variables_of(equation), self._earliest[id(equation)] - 1)
+                self._limit(limits, variables_in(equation.invars), self._earliest[id(equation)] - 1)
                 continue
             stage = min((limits.get(var, last) for var in equation.outvars), default=last)
             found[stage].append(equation)
-            for var in variables_of(equation):
+            for var in variables_in(equation.invars):
                 if not self._is_request(var):
                     self._limit(limits, self._sources(var), stage)
         for stage, before in pairwise(sorted(found, reverse=True)):
@@ -382,7 +373,7 @@ class Schedule:
 
     def _with_rowwise(self, equations: list[JaxprEqn]) -> list[JaxprEqn]:
         """Return equations with those along the rows that compute what they read, of the whole batch."""
-        read = [var for one in equations for var in variables_of(one) if not self._is_request(var)]
+        read = [var for one in equations for var in variables_in(one.invars) if not self._is_request(var)]
         return self._rowwise.in_order([*self._rowwise.behind(read)[0], *equations])
 
 
@@ -394,7 +385,7 @@ def _rowwise_equations(
     jaxpr: Jaxpr, layout: BatchLayout, leaves: Sequence[Any], placement: Placement
 ) -> RowwiseEquations:
     rows = [var for var, leaf in zip(jaxpr.invars, leaves, strict=True) if _layout_of(leaf) == layout]
-    whole = [atom for atom in jaxpr.outvars if not isinstance(atom, Literal)]
+    whole = variables_in(jaxpr.outvars)
     for equation, call in _isolated_calls(jaxpr):
         rows += equation.outvars[: call.kept_rows] if call.layout == layout else []
         whole += [

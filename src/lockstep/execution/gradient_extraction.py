@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import jax
 import keras
 from jax.core import ShapedArray
-from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive, Var
+from jax.extend.core import Jaxpr, JaxprEqn, Primitive
 from jax.interpreters import ad, batching
 
 from lockstep._errors import ModelError
@@ -19,7 +19,7 @@ from lockstep._keras.patches import OPTIMIZER_UPDATE, patched_method
 from lockstep.devices.placement import Placement
 from lockstep.devices.xla_flags import compiler_options
 from lockstep.execution.compiled_step import Step, state_changes
-from lockstep.execution.jaxpr_utils import inline_calls, subprogram
+from lockstep.execution.jaxpr_utils import inline_calls, live_equations, subprogram, variables_in
 from lockstep.execution.xla_partitioner_workarounds import constrain_partitioning
 
 State = Sequence[Sequence[Any]]  # trainable, non-trainable, optimizer's and metrics' values
@@ -106,7 +106,7 @@ class GradientProgram:
         self._num_gradients = update.params["count"]
         self._results = jax.tree.structure(results[2])
         outputs = [*update.invars[: self._num_gradients], *jaxpr.outvars[sizes[0] + sizes[2] :]]
-        equations, used = _live_equations(jaxpr, update, outputs)
+        equations, used = live_equations([one for one in jaxpr.eqns if one is not update], outputs)
         self._used_inputs = [position for position, var in enumerate(jaxpr.invars) if var in used]
         constants = dict(zip(jaxpr.constvars, closed.consts, strict=True))
         self._constants = placement.put(list(constants.values()))
@@ -154,22 +154,10 @@ def _find_update(jaxpr: Jaxpr, sizes: list[int], refuse: Callable[[str], NoRetur
     if not _are_identical(jaxpr.outvars[:count], update.outvars):
         refuse("returns other values than those that optimizer.stateless_apply returns")
     users = [atom for equation in jaxpr.eqns for atom in equation.invars] + jaxpr.outvars[count:]
-    if any(atom in update.outvars for atom in users if not isinstance(atom, Literal)):
+    if any(var in update.outvars for var in variables_in(users)):
         refuse("uses the result of optimizer.stateless_apply")
     return update
 
 
 def _are_identical(some: Sequence[Any], others: Sequence[Any]) -> bool:
     return len(some) == len(others) and all(one is other for one, other in zip(some, others, strict=True))
-
-
-def _live_equations(jaxpr: Jaxpr, update: JaxprEqn, outputs: list[Any]) -> tuple[list[JaxprEqn], set[Var]]:
-    """Return the equations that ``outputs`` depend on, without the update, and all variables that they read."""
-    used = {atom for atom in outputs if not isinstance(atom, Literal)}
-    needed = []
-    for equation in reversed(jaxpr.eqns):
-        if equation is update or not (equation.effects or used.intersection(equation.outvars)):
-            continue
-        used.update(atom for atom in equation.invars if not isinstance(atom, Literal))
-        needed.append(equation)
-    return needed[::-1], used

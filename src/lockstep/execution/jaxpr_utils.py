@@ -3,7 +3,7 @@
 import os
 import re
 import sysconfig
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -72,6 +72,30 @@ def subprogram(
     """Return some equations of ``jaxpr`` as a function."""
     own = jaxpr.replace(constvars=[], invars=inputs, outvars=list(outputs), eqns=equations)
     return jaxpr_as_fun(ClosedJaxpr(own, []))
+
+
+def variables_in(atoms: Iterable[Any]) -> list[Var]:
+    """Return what is no literal of the inputs or results of an equation or jaxpr."""
+    return [atom for atom in atoms if not isinstance(atom, Literal)]
+
+
+def inputs_of(equations: Sequence[JaxprEqn]) -> list[Var]:
+    """Return the variables that some equations read and do not compute."""
+    computed = {var for equation in equations for var in equation.outvars}
+    read = (var for equation in equations for var in variables_in(equation.invars))
+    return list(dict.fromkeys(var for var in read if var not in computed))
+
+
+def live_equations(equations: Sequence[JaxprEqn], outputs: Iterable[Any]) -> tuple[list[JaxprEqn], set[Var]]:
+    """Return, in order, the equations that have effects or that ``outputs`` depend on, and all variables that are read."""
+    used = set(variables_in(outputs))
+    needed = []
+    for equation in reversed(equations):
+        if not (equation.effects or used.intersection(equation.outvars)):
+            continue
+        used.update(variables_in(equation.invars))
+        needed.append(equation)
+    return needed[::-1], used
 
 
 def is_inexact(value: Any) -> bool:
