@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import keras
 import numpy as np
-from jax.sharding import PartitionSpec
 
 from lockstep._errors import ModelError, OptionError, check_depth, function, member_of, named_arguments, shown
 from lockstep.collectives import CrossDeviceOps
@@ -50,7 +49,7 @@ from lockstep.data.input_options import InputOptions, check_input_options
 from lockstep.data.process_group import ProcessGroup
 from lockstep.data.sources import make_tree_source
 from lockstep.devices.names import device_name
-from lockstep.devices.placement import DEVICE_AXIS, Placement, is_spread, local_values
+from lockstep.devices.placement import DEVICE_AXIS, Placement, combine_parts, is_spread, local_values
 from lockstep.distributed.resolvers import ClusterResolver
 from lockstep.execution.compiled_step import start_lock
 
@@ -505,13 +504,11 @@ class StrategyApi:
             """Add zeros, for devices that have fewer replicas; XLA moves no value for that."""
             return jnp.pad(stack, [(0, -len(stack) % len(devices)), *[(0, 0)] * (stack.ndim - 1)])
 
-        return jax.shard_map(
+        add = combine_parts(
             lambda values: operation.all_reduce([local(stacks) for stacks in values], DEVICE_AXIS, devices),
-            mesh=self._placement.mesh,
-            in_specs=PartitionSpec(DEVICE_AXIS),
-            out_specs=PartitionSpec(),
-            check_vma=False,
-        )(jax.tree.map(of_all, values))
+            self._placement.mesh,
+        )
+        return add(jax.tree.map(of_all, values))
 
 
 class _UnknownVariablesError(Exception):

@@ -318,6 +318,12 @@ def laid_out(sharding: NamedSharding) -> Callable[[Any], jax.Array]:
     return jax.jit(lambda array: array, out_shardings=sharding)
 
 
+def combine_parts(function: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:
+    """Return a function of arrays that runs ``function`` on each device's part of their first axis; its results are the same on all devices."""
+    cut, whole = PartitionSpec(DEVICE_AXIS), PartitionSpec()
+    return jax.shard_map(function, mesh=mesh, in_specs=cut, out_specs=whole, check_vma=False)
+
+
 def is_spread(array: jax.Array | PaddedArray) -> bool:
     """Return whether the shards of an array are on devices of several processes, none of which has all of it."""
     return not array.is_fully_addressable and not array.is_fully_replicated

@@ -17,7 +17,7 @@ import jax
 import keras
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
 
 from lockstep._array_encoding import DTYPES, array_bytes, describe_arrays, parse_description
 from lockstep._errors import ModelError
@@ -36,11 +36,12 @@ from lockstep.collectives.base import fill_packs
 from lockstep.data import fit_wrapper
 from lockstep.data.keras_adapter import KerasInput
 from lockstep.data.process_group import ProcessGroup
-from lockstep.devices.placement import DEVICE_AXIS, Placement, is_rows
+from lockstep.devices.placement import DEVICE_AXIS, Placement, combine_parts, is_rows
 from lockstep.distributed.consistency import BatchComparison, DriftCheck, compare_batch, describe_model
 from lockstep.distributed.control.control_client import MAIN, ControlClient
 from lockstep.distributed.control.heartbeat import COMPILING, DATA, END_OF_FIT, STEP, WorkerStatus
 from lockstep.distributed.control.transport import as_text
+from lockstep.execution.spmd import PerDevice, sharded_array
 from lockstep.execution.step_hooks import StepHook
 
 _PLAIN = (int, float, str, bool, type(None))
@@ -295,24 +296,16 @@ def _broadcast_arrays(
 
 def sum_over_workers(placement: Placement, own: np.ndarray) -> np.ndarray:
     """Return the sum over the workers; one device of each worker contributes its array."""
-    zeros = np.zeros_like(own)
-    parts = [
-        jax.device_put((own if place == placement.local_indices[0] else zeros)[None], placement.devices[place])
-        for place in placement.local_indices
-    ]
-    whole = (len(placement.devices), *own.shape)
-    stack = jax.make_array_from_single_device_arrays(whole, placement.row_sharding, parts)
+    device = placement.first_local_device
+    parts = PerDevice(jax.device_put(own[None], device) if one == device else None for one in placement.devices)
+    stack = sharded_array(parts, placement)
     return np.asarray(_device_sum(placement.mesh)(stack).addressable_shards[0].data)
 
 
 @cache
 def _device_sum(mesh: Mesh) -> Any:
     """Return the program that adds the rows of an array, of which each device of ``mesh`` has one."""
-    whole, cut = PartitionSpec(), PartitionSpec(DEVICE_AXIS)
-    add = jax.shard_map(
-        lambda x: lax.psum(x[0], DEVICE_AXIS), mesh=mesh, in_specs=cut, out_specs=whole, check_vma=False
-    )
-    return jax.jit(add)
+    return jax.jit(combine_parts(lambda x: lax.psum(x[0], DEVICE_AXIS), mesh))
 
 
 class ProgressReporter(StepHook):

@@ -26,12 +26,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import Var, jaxpr_as_fun
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
 
 from lockstep._errors import ModelError
 from lockstep.collectives.fixed_tree_sum import PartialSum, branches, tree_sum
 from lockstep.devices.batch_layout import BatchLayout
-from lockstep.devices.placement import DEVICE_AXIS, Placement
+from lockstep.devices.placement import DEVICE_AXIS, Placement, combine_parts
 from lockstep.execution import deterministic_rows
 from lockstep.execution.deterministic_rows import (
     ReplicaRows,
@@ -142,15 +142,7 @@ def _in_slots(stack: list[Values]) -> Values:
 @lru_cache
 def _over_devices(mesh: Mesh, partial_sums: tuple[PartialSum, ...]) -> Any:
     """Return a program that only moves bytes and adds pairs, whose bits no compiler pass can change."""
-    cut, whole = PartitionSpec(DEVICE_AXIS), PartitionSpec()
-    add = jax.shard_map(
-        lambda stack: tree_sum(stack, partial_sums, DEVICE_AXIS),
-        mesh=mesh,
-        in_specs=cut,
-        out_specs=whole,
-        check_vma=False,
-    )
-    return jax.jit(add)
+    return jax.jit(combine_parts(lambda stack: tree_sum(stack, partial_sums, DEVICE_AXIS), mesh))
 
 
 Shape = jax.ShapeDtypeStruct
@@ -262,9 +254,7 @@ class ReplicasForward:
             joined = [join_rounds(rounds, order) for rounds in rows]
             return [*joined, *tree_sum([jnp.concatenate(rounds) for rounds in sums], parts, DEVICE_AXIS)]
 
-        cut, whole = PartitionSpec(DEVICE_AXIS), PartitionSpec()
-        mesh = self.placement.mesh
-        return jax.jit(jax.shard_map(on_one_device, mesh=mesh, in_specs=cut, out_specs=whole, check_vma=False))
+        return jax.jit(combine_parts(on_one_device, self.placement.mesh))
 
     def backward(self, residuals: list[Any], values: list[Any], cotangents: Sequence[Any]) -> tuple[Any, ...]:
         """Return the gradients of all arguments, None for those not in ``wrt``; called while a step is traced."""

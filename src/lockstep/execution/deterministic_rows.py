@@ -21,10 +21,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
-from jax.sharding import PartitionSpec
 
 from lockstep.devices.batch_layout import BatchLayout
-from lockstep.devices.placement import DEVICE_AXIS, PlacedRows, Placement
+from lockstep.devices.placement import DEVICE_AXIS, PlacedRows, Placement, combine_parts
 from lockstep.execution.jaxpr_utils import variables_in
 from lockstep.execution.rowwise.row_axes import EquationPair, MixedRowsError, RowAxis
 from lockstep.execution.rowwise.rules import CUMULATIVE, DRAWS, ENTRYWISE, REDUCTIONS, RULES, SCATTERS
@@ -107,8 +106,7 @@ def _program_that_joins(
     def join(values: list[list[jax.Array]]) -> list[jax.Array]:
         return [join_rounds(rounds, order) for rounds in values]
 
-    cut, whole = PartitionSpec(DEVICE_AXIS), PartitionSpec()
-    return jax.jit(jax.shard_map(join, mesh=placement.mesh, in_specs=cut, out_specs=whole, check_vma=False))
+    return jax.jit(combine_parts(join, placement.mesh))
 
 
 def join_rounds(rounds: list[jax.Array], order: list[tuple[int, int]]) -> jax.Array:
