@@ -12,7 +12,7 @@ from keras import layers, ops
 
 import lockstep
 from lockstep._keras import trainer
-from lockstep.execution.rowwise import draws_for_each_row, trace_for_rows
+from lockstep.execution.rowwise.proof import draws_for_each_row, trace_for_rows
 from lockstep.execution.spmd import SpmdForward, switch_with_common_residuals
 from lockstep.tools.plan.hlo import collectives
 

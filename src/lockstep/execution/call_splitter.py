@@ -29,21 +29,23 @@ from lockstep._keras.layer_attributes import (
     set_attribute_leaves,
 )
 from lockstep.execution.replica import ReplicaCall, ReplicaResult, StateMerge, halves, join_halves
-from lockstep.execution.rowwise import (
+from lockstep.execution.rowwise.proof import (
+    RowProof,
+    Trace,
+    draws_for_each_row,
+    prove_rows,
+    statistic_of_replica,
+    trace_for_rows,
+)
+from lockstep.execution.rowwise.row_axes import (
     Mixed,
     RowAxis,
     RowDependence,
     RowMean,
-    RowProof,
-    Trace,
-    draws_for_each_row,
     is_fixed,
     is_noise,
     move_rows_back,
     move_rows_first,
-    prove_rows,
-    statistic_of_replica,
-    trace_for_rows,
 )
 
 _RANDOM_OPERATIONS = (

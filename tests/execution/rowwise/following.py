@@ -5,7 +5,8 @@ import jax.numpy as jnp
 
 from lockstep._keras.batch_normalization import disable_batch_statistics
 from lockstep._keras.graph import is_seed
-from lockstep.execution.rowwise import RowAxis, prove_rows, statistic_of_replica, trace_for_rows
+from lockstep.execution.rowwise.proof import prove_rows, statistic_of_replica, trace_for_rows
+from lockstep.execution.rowwise.row_axes import RowAxis
 
 ROWS = (6, 4)
 

@@ -11,7 +11,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import CausalMask, MultiHe
 from keras import layers
 
 import lockstep
-from lockstep.execution.rowwise import Mixed
+from lockstep.execution.rowwise.row_axes import Mixed
 
 from .following import dependences_of_function, dependences_of_model, is_by_rows
 

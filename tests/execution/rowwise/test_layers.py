@@ -8,7 +8,7 @@ import keras
 import pytest
 from keras import layers
 
-from lockstep.execution.rowwise import Mixed
+from lockstep.execution.rowwise.row_axes import Mixed
 from tests.support.marks import quick_first
 
 from .following import dependences_of_function, dependences_of_model, is_by_rows

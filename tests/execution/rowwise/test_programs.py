@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from keras import ops
 
-from lockstep.execution.rowwise import Mixed, RowAxis, RowMean, move_rows_back, move_rows_first
+from lockstep.execution.rowwise.row_axes import Mixed, RowAxis, RowMean, move_rows_back, move_rows_first
 
 from .following import dependences_of_function, is_by_rows
 from .generator import mixes, program
