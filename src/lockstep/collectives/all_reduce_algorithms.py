@@ -41,7 +41,6 @@ class RingAllReduce(PackedAllReduce):
     """
 
     def all_reduce_vector(self, vector: jax.Array, axis: str, count: int) -> jax.Array:
-        """Return the sum of one vector over the devices; see :class:`PackedAllReduce`."""
         chunks = jnp.pad(vector, (0, -vector.size % count)).reshape(count, -1)
         own = lax.axis_index(axis)
         ring = [(device, (device + 1) % count) for device in range(count)]
@@ -58,7 +57,6 @@ class RingAllReduce(PackedAllReduce):
         return lax.fori_loop(1, count, keep, (finished, gathered))[1].reshape(-1)[: vector.size]
 
     def describe(self, devices: Sequence[jax.Device]) -> str:
-        """Return the text for the strategy's log line."""
         return f"all-reduce in a ring of {len(devices)}"
 
 
@@ -86,7 +84,6 @@ class HalvingDoublingAllReduce(PackedAllReduce):
     """
 
     def all_reduce_vector(self, vector: jax.Array, axis: str, count: int) -> jax.Array:
-        """Return the sum of one vector over the devices; see :class:`PackedAllReduce`."""
         power = 1 << (count.bit_length() - 1)
         partners = [(extra, extra - power) for extra in range(power, count)]
         if partners:
@@ -98,7 +95,6 @@ class HalvingDoublingAllReduce(PackedAllReduce):
         return total
 
     def describe(self, devices: Sequence[jax.Device]) -> str:
-        """Return the text for the strategy's log line."""
         return "all-reduce by recursive halving and doubling"
 
 
@@ -229,7 +225,6 @@ class HierarchicalCopyAllReduce(PackedAllReduce):
     """
 
     def all_reduce_vector(self, vector: jax.Array, axis: str, count: int) -> jax.Array:
-        """Return the sum of one vector over the devices; see :class:`PackedAllReduce`."""
         rounds = _rounds(count, group_size(count))
         for pairs in rounds:
             vector = vector + lax.ppermute(vector, axis, pairs)
@@ -241,7 +236,6 @@ class HierarchicalCopyAllReduce(PackedAllReduce):
         return vector
 
     def describe(self, devices: Sequence[jax.Device]) -> str:
-        """Return the text for the strategy's log line."""
         return f"copies in groups of {group_size(len(devices))}, added by their leaders, then by the first"
 
 

@@ -161,7 +161,6 @@ class FunctionAllReduce(CrossDeviceOps):
         return [converted_sum(self.function(value, axis), value, self.name, "an array") for value in values]
 
     def describe(self, devices: Sequence[jax.Device]) -> str:
-        """Return the text for the strategy's log line."""
         return f"all-reduce by {self.name}"
 
 
@@ -282,7 +281,6 @@ class PackedAllReduce(CrossDeviceOps):
         return f"{type(self).__name__}({options})"
 
     def all_reduce(self, values: Sequence[jax.Array], axis: str, devices: Sequence[jax.Device]) -> list[jax.Array]:
-        """Return the sum of each array over the devices; see :class:`CrossDeviceOps`."""
         if len(devices) == 1:
             return list(values)
         plan = plan_packs(values, self.num_packs, self.bytes_per_pack)

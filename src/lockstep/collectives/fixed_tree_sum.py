@@ -45,12 +45,10 @@ class TreeAllReduce(CrossDeviceOps):
     """
 
     def all_reduce(self, values: Sequence[jax.Array], axis: str, devices: Sequence[jax.Device]) -> list[jax.Array]:
-        """Return the sum of each array over the devices; see :class:`CrossDeviceOps`."""
         one_each = [PartialSum(device, device + 1, device, 0) for device in range(len(devices))]
         return tree_sum([value[None] for value in values], one_each, axis)
 
     def describe(self, devices: Sequence[jax.Device]) -> str:
-        """Return the text for the strategy's log line."""
         return "all-reduce by a fixed tree"
 
 

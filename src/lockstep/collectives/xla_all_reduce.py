@@ -32,17 +32,14 @@ class AutoAllReduce(PackedAllReduce):
         super().__init__(bytes_per_pack=bytes_per_pack)
 
     def all_reduce(self, values: Sequence[jax.Array], axis: str, devices: Sequence[jax.Device]) -> list[jax.Array]:
-        """Return the sum of each array over the devices; see :class:`CrossDeviceOps`."""
         if self.bytes_per_pack:
             return super().all_reduce(values, axis, devices)
         return platform_sum_bucketed(values, axis, devices)
 
     def all_reduce_vector(self, vector: jax.Array, axis: str, count: int) -> jax.Array:
-        """Return the sum of one vector over the devices; see :class:`PackedAllReduce`."""
         return platform_sum([vector], axis)[0]
 
     def describe(self, devices: Sequence[jax.Device]) -> str:
-        """Return the text for the strategy's log line."""
         return f"all-reduce by {'NCCL' if platform_of(devices[0]) == 'gpu' else 'XLA'}"
 
 
@@ -84,11 +81,9 @@ class NcclAllReduce(PackedAllReduce):
     """
 
     def all_reduce_vector(self, vector: jax.Array, axis: str, count: int) -> jax.Array:
-        """Return the sum of one vector over the devices; see :class:`PackedAllReduce`."""
         return platform_sum([vector], axis)[0]
 
     def describe(self, devices: Sequence[jax.Device]) -> str:
-        """Return the text for the strategy's log line."""
         platform = platform_of(devices[0])
         if platform == "gpu":
             return "all-reduce by NCCL"
@@ -125,7 +120,6 @@ class HalfPrecisionAllReduce(PackedAllReduce):
         self.dtype = one_of(("bfloat16", "float16"), "HalfPrecisionAllReduce: dtype", dtype)
 
     def all_reduce_vector(self, vector: jax.Array, axis: str, count: int) -> jax.Array:
-        """Return the sum of one vector over the devices; see :class:`PackedAllReduce`."""
         if not _is_wide(vector.dtype):
             return platform_sum([vector], axis)[0]
         slices = jnp.pad(vector, (0, -vector.size % count)).astype(self.dtype).reshape(count, -1)
@@ -134,7 +128,6 @@ class HalfPrecisionAllReduce(PackedAllReduce):
         return lax.all_gather(total, axis, tiled=True)[: vector.size].astype(vector.dtype)
 
     def describe(self, devices: Sequence[jax.Device]) -> str:
-        """Return the text for the strategy's log line."""
         return f"all-reduce in {self.dtype}, added in float32"
 
     def error_bound(self, pieces: np.ndarray) -> np.ndarray:
