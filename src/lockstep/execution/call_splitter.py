@@ -47,15 +47,7 @@ from lockstep.execution.rowwise.row_axes import (
     move_rows_back,
     move_rows_first,
 )
-
-_RANDOM_OPERATIONS = (
-    "random_bits",
-    "random_gamma",
-    "random_seed",
-    "random_wrap",
-    "random_split",
-    "random_fold_in",
-)
+from lockstep.execution.rowwise.rules import DRAWS, KEY_OPERATIONS
 
 
 class CannotSplitError(Exception):  # caught by the caller, which runs the model on the global batch
@@ -110,7 +102,9 @@ class ModelCall:
         lengths = [np.shape(leaf)[0] for leaf in leaves if np.ndim(leaf)]
         if rows is None or rows not in lengths:
             rows = lengths[0] if lengths else 0
-        masked = tuple(n for n, leaf in enumerate(leaves) if _is_array(leaf) and get_keras_mask(leaf) is not None)
+        masked = tuple(
+            n for n, leaf in enumerate(leaves) if isinstance(leaf, jax.Array) and get_keras_mask(leaf) is not None
+        )
         leaves = [*leaves, *(jnp.asarray(get_keras_mask(leaves[position])) for position in masked)]
         is_cut = [np.ndim(leaf) > 0 and np.shape(leaf)[0] == rows for leaf in leaves]
         return cls(model, function, trainable, non_trainable, leaves, structure, masked, rows, has_losses, is_cut)
@@ -141,7 +135,8 @@ class ModelCall:
     @property
     def shared(self) -> list[Any]:
         """The arrays among the arguments that every replica gets whole; numbers and flags are left out."""
-        return [leaf for leaf, is_cut in zip(self.leaves, self.is_cut, strict=True) if not is_cut and _is_array(leaf)]
+        leaves = zip(self.leaves, self.is_cut, strict=True)
+        return [leaf for leaf, is_cut in leaves if not is_cut and isinstance(leaf, jax.Array)]
 
 
 @dataclass(frozen=True)
@@ -320,14 +315,15 @@ def merges_with(variables: list[keras.Variable], first_state: Set[int]) -> tuple
 
 
 def _first_state(averaged: tuple[_AveragedVariable, ...], deps: Sequence[RowDependence]) -> set[int]:
-    """Check how variables follow from the rows; return the positions of those that get the value of the first replica."""
+    """Check that variables may be averaged where that must be proved; return the positions of those that get the value of the first replica."""
+    first = set()
     for variable, dep in zip(averaged, deps, strict=True):
-        _check_variable(variable, dep)
-    return {
-        variable.position
-        for variable, dep in zip(averaged, deps, strict=True)
-        if dep is None or (variable.reason and is_noise(dep))
-    }
+        if variable.reason and not (is_fixed(dep) or isinstance(dep, RowMean)):
+            reason = dep if isinstance(dep, Mixed) else "its new value is no average over the rows"
+            raise CannotSplitError(f"variable {variable.path!r} {variable.reason}, and {reason}")
+        if dep is None or (variable.reason and is_noise(dep)):
+            first.add(variable.position)
+    return first
 
 
 def _check_changed(model: keras.Model, whole: CallTrace, part: CallTrace) -> None:
@@ -434,12 +430,7 @@ def _trace(call: ModelCall, rows: int) -> CallTrace:
             for position, reason in zip(changed, reasons, strict=True)
             if reason or state_merge(variables[position]) is StateMerge.MEAN
         ]
-        learned["form"], learned["averaged"], learned["changed"] = form, tuple(averaged), tuple(changed)
-        learned["state"] = any(
-            not reason and not is_seed(variables[position]) for position, reason in zip(changed, reasons, strict=True)
-        )
-        known = {one.position for one in averaged}
-        learned["of rows"] = any(place not in known and not is_seed(variables[place]) for place in changed)
+        learned.update(form=form, averaged=tuple(averaged), changed=tuple(changed))
         return [*values, *masks, *(jnp.asarray(state[one.position]) for one in averaged)]
 
     seeds = [trainable + position for position, variable in enumerate(variables) if is_seed(variable)]
@@ -447,10 +438,13 @@ def _trace(call: ModelCall, rows: int) -> CallTrace:
     with is_replaced as normalizations, attributes_kept(call.model):
         fixed = [*call.trainable, *call.non_trainable, *call.shared]
         trace = trace_for_rows(function, fixed, call.inputs, rows, seeds)
-    draws = not trace.operations.keys().isdisjoint(_RANDOM_OPERATIONS)
-    has_state = bool(normalizations) or learned["state"]
-    of_rows = learned["of rows"] or any(type(layer) is not keras.layers.BatchNormalization for layer in normalizations)
-    return CallTrace(trace, learned["form"], learned["averaged"], learned["changed"], has_state, of_rows, draws)
+    draws = not trace.operations.keys().isdisjoint((*DRAWS, *KEY_OPERATIONS))
+    averaged, changed = learned["averaged"], learned["changed"]
+    others = [position for position in changed if not is_seed(variables[position])]
+    has_state = bool(normalizations) or not all(reason_for_proof(call.model, variables[n]) for n in others)
+    of_rows = not {one.position for one in averaged}.issuperset(others)
+    of_rows |= any(type(layer) is not keras.layers.BatchNormalization for layer in normalizations)
+    return CallTrace(trace, learned["form"], averaged, changed, has_state, of_rows, draws)
 
 
 def reason_for_proof(model: keras.Model, variable: keras.Variable) -> str:
@@ -470,7 +464,7 @@ def _run(
     """Call the model; return outputs, losses and stored attributes; masks; new non-trainable values; and their form."""
     cut, whole = iter(inputs), iter(shared)
     leaves = [
-        next(cut) if is_cut else next(whole) if _is_array(leaf) else leaf
+        next(cut) if is_cut else next(whole) if isinstance(leaf, jax.Array) else leaf
         for leaf, is_cut in zip(call.leaves, call.is_cut, strict=True)
     ]
     before, numbers_before = attribute_arrays(call.model), attribute_numbers(call.model)
@@ -486,10 +480,6 @@ def _run(
     form = _ResultForm(structure, constants, tuple(mask is not None for mask in masks), tuple(stored), numbers)
     values = [jnp.asarray(value) for value in (*outputs, *losses, *stored.values())]
     return values, [mask for mask in masks if mask is not None], state, form
-
-
-def _is_array(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array)
 
 
 @contextlib.contextmanager
@@ -532,10 +522,3 @@ def _check_noise(form: _ResultForm, deps: list[RowDependence]) -> None:
     for dep in (*deps[: form.outputs.num_leaves], *deps[count:]):
         if is_noise(dep):
             raise CannotSplitError("it returns, or keeps in an attribute, random numbers that are not those of rows")
-
-
-def _check_variable(variable: _AveragedVariable, dep: RowDependence) -> None:
-    """Check that the values of a variable on the replicas may be averaged, if that must be proved."""
-    if variable.reason and not (is_fixed(dep) or isinstance(dep, RowMean)):
-        reason = dep if isinstance(dep, Mixed) else "its new value is no average over the rows"
-        raise CannotSplitError(f"variable {variable.path!r} {variable.reason}, and {reason}")
