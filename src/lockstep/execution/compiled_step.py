@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Sharding
 
-from lockstep._padded_array import PaddedArray, cut, pad
+from lockstep._padded_array import PaddedArray, cut, is_padded, pad
 
 Step = Callable[[Any, Any], tuple[Any, Any]]  # (state, batch) -> (logs or outputs, state)
 
@@ -115,10 +115,8 @@ def padded_state(state: Any, shardings: Any) -> tuple[list[Any], ...]:
     """Return a state whose values have equal shards (see :func:`pad`) if it is laid over the devices by ``shardings``: one for each value, or
     for all values of a part.
     """
-    return tuple(
-        [pad(value, sharding) for value, sharding in zip(part, _of_each(own, part), strict=True)]
-        for part, own in zip(state, shardings, strict=True)
-    )
+    state = state_lists(state)
+    return jax.tree.map(pad, state, _of_each(shardings, state), is_leaf=is_padded)
 
 
 def step_on_padded_state(step: Step, state_shardings: Callable[[Any], Any]) -> Step:
@@ -128,25 +126,23 @@ def step_on_padded_state(step: Step, state_shardings: Callable[[Any], Any]) -> S
     """
 
     def run(state: Any, batch: Any) -> tuple[Any, Any]:
-        shardings = state_shardings(state)
-        placed = [list(zip(part, _of_each(own, part), strict=True)) for part, own in zip(state, shardings, strict=True)]
-        values = tuple([cut(*pair) for pair in part] for part in placed)
+        state = state_lists(state)
+        shardings = _of_each(state_shardings(state), state)
+        values = jax.tree.map(cut, state, shardings, is_leaf=is_padded)
         result, new = step(values, batch)
-        # What the step did not change is the same object; so is what is returned for it.
-        padded = [
-            [
-                old if after is before else pad(after, sharding) if isinstance(old, PaddedArray) else after
-                for (old, sharding), before, after in zip(*parts, strict=True)
-            ]
-            for parts in zip(placed, values, new, strict=True)
-        ]
-        return result, tuple(padded)
+        return result, jax.tree.map(padded, state, shardings, values, state_lists(new), is_leaf=is_padded)
+
+    def padded(old: Any, sharding: Sharding, before: Any, after: Any) -> Any:
+        if after is before:  # What the step did not change is the same object; so is what is returned for it.
+            return old
+        return pad(after, sharding) if is_padded(old) else after
 
     return run
 
 
-def _of_each(shardings: Any, part: Sequence[Any]) -> Sequence[Sharding]:
-    return shardings if isinstance(shardings, (list, tuple)) else [shardings] * len(part)
+def _of_each(shardings: Any, state: Any) -> Any:
+    """Return the sharding of each value of a state."""
+    return jax.tree.broadcast(shardings, jax.tree.map(lambda _: 0, state, is_leaf=is_padded))
 
 
 def _described(value: Any, sharding: Any = None) -> jax.ShapeDtypeStruct:
