@@ -47,7 +47,7 @@ from lockstep._keras.patches import (
     patched,
     value_in_context,
 )
-from lockstep._keras.variable_placement import VariableSharder, lay_out, lay_out_uninitialized, stored_values
+from lockstep._keras.variable_placement import VariableSharder, lay_out_uninitialized, lay_out_value, stored_values
 
 FUNCTIONS = ("train", "test", "predict")
 # Attribute of a function that replaces a method of a model's own class: what ``super()`` calls in that method.
@@ -148,9 +148,8 @@ def _patch_classes(
     claiming = [(owner, name, _claiming(vars(owner)[name], name, current)) for owner, name in changed]
     patches.enter_context(patched(CLAIM_MODELS, claiming))
     owner = _owner_of("_initialize", keras.Variable)
-    initialize = _laying_out(vars(owner)["_initialize"], current_sharder)
-    call = _laying_out_before(vars(owner)["_initialize_with_initializer"], current_sharder)
-    laying_out = [(owner, "_initialize", initialize), (owner, "_initialize_with_initializer", call)]
+    lays = {"_initialize": lay_out_value, "_initialize_with_initializer": lay_out_uninitialized}
+    laying_out = [(owner, name, _laying_out(vars(owner)[name], lay, current_sharder)) for name, lay in lays.items()]
     patches.enter_context(patched(SHARD_VARIABLES, laying_out))
     (add,) = OPTIMIZER_VARIABLES.attributes
     optimizer = _owner_of(add, keras.Optimizer)
@@ -196,30 +195,19 @@ def _claiming(original: Callable[..., Any], name: str, current: Callable[[], Cla
     return method
 
 
-def _laying_out(original: Callable[..., None], current: Callable[[], VariableSharder | None]) -> Callable[..., None]:
-    """Return a variable's ``_initialize`` which gives it a layout; Keras lays all later values over the devices by it."""
+def _laying_out(
+    original: Callable[..., None],
+    lay: Callable[[keras.Variable, Any, VariableSharder], None],
+    current: Callable[[], VariableSharder | None],
+) -> Callable[..., None]:
+    """Return a variable's ``original`` which gives it a layout first, by ``lay``; Keras lays all later values over the devices by it."""
 
     @functools.wraps(original)
     def initialize(self: Any, value: Any) -> None:
         sharder = current()
         if sharder is not None:
-            lay_out(self, sharder.sharding_of(self, tuple(value.shape)), sharder)
+            lay(self, value, sharder)
         original(self, value)
-
-    return initialize
-
-
-def _laying_out_before(
-    original: Callable[..., None], current: Callable[[], VariableSharder | None]
-) -> Callable[..., None]:
-    """Return a variable's ``_initialize_with_initializer`` which gives it its layout first, if each device makes its shard."""
-
-    @functools.wraps(original)
-    def initialize(self: Any, initializer: Any) -> None:
-        sharder = current()
-        if sharder is not None and sharder.makes_shards:
-            lay_out_uninitialized(self, initializer, sharder)
-        original(self, initializer)
 
     return initialize
 

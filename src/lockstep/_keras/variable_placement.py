@@ -153,13 +153,19 @@ def lay_out(variable: keras.Variable, sharding: Sharding | None, sharder: Variab
         variable._direct_assign(variable._value)
 
 
+def lay_out_value(variable: keras.Variable, value: Any, sharder: VariableSharder) -> None:
+    """Give a variable the layout of its first value."""
+    lay_out(variable, sharder.sharding_of(variable, tuple(value.shape)), sharder)
+
+
 def lay_out_uninitialized(variable: keras.Variable, initializer: Any, sharder: VariableSharder) -> None:
     """Give a variable its layout before it gets its first value, if each device can make its shard by itself: Keras then does so.
 
     A value that depends on state that changes with each call, or of a function that may not be compiled, is made as a whole.
     """
     seed = getattr(initializer, "seed", None)
-    if not isinstance(initializer, keras.initializers.Initializer) or isinstance(seed, keras.random.SeedGenerator):
+    is_function = not isinstance(initializer, keras.initializers.Initializer)
+    if not sharder.makes_shards or is_function or isinstance(seed, keras.random.SeedGenerator):
         return
     sharding = sharder.sharding_of(variable, tuple(variable.shape))
     if sharding is not None and not sharding.is_fully_addressable:
