@@ -231,14 +231,10 @@ class SpmdExecutor(Executor):
         return outputs, [old if new is own else new for old, own, new in unchanged], losses
 
     def forward(self, forward: SpmdForward, inputs: list[Any], placed: list[PlacedRows | None]) -> ReplicaResult:
-        arrays = [
-            leaf.array if leaf is not None else self._place(value, forward.layout)
-            for value, leaf in zip(inputs, placed, strict=True)
-        ]
+        arrays = self._place(inputs, placed, forward.layout)
         call, axes = forward.call, forward.axes
         if self.shard == "variables":
             call = gather_variables(call, forward.model, self.placement, self.recompute)
-        if self.shard == "variables" and forward.layout.devices > 1:
             axes = shard_axes(forward.trainable, self.placement), shard_axes(forward.non_trainable, self.placement)
         forward = replace(forward, call=rewrite_for_cpu(call, self.placement.platform), axes=axes)
         return forward_on_devices(forward, arrays, self.placement, self.ops, self.shard is not None)
@@ -252,10 +248,16 @@ class SpmdExecutor(Executor):
     def _on_all(self, array: jax.Array) -> jax.Array:
         return jax.lax.with_sharding_constraint(array, self.placement.replicated)
 
-    def _place(self, value: Any, layout: BatchLayout) -> jax.Array:
-        """Lay an array that the step computed (augmented images, say) over the devices."""
-        array = value if layout.is_full else value[layout.row_index()]
-        return jax.lax.with_sharding_constraint(array, self.placement.row_sharding)
+    def _place(self, inputs: list[Any], placed: list[PlacedRows | None], layout: BatchLayout) -> list[jax.Array]:
+        """Return inputs on the devices; one that is not ``placed`` yet is an array that the step computed (augmented images, say)."""
+
+        def on_devices(value: Any, leaf: PlacedRows | None) -> jax.Array:
+            if leaf is not None:
+                return leaf.array
+            array = value if layout.is_full else value[layout.row_index()]
+            return jax.lax.with_sharding_constraint(array, self.placement.row_sharding)
+
+        return list(map(on_devices, inputs, placed))
 
 
 class DeterministicExecutor(Executor):
@@ -330,18 +332,16 @@ def _stored_values(state: Any) -> tuple[list[Any], ...]:
 
 
 def _with_placement(
-    run: Step, placement: Placement, shardings: Callable[[Any], Any] | None = None, gate: NonFiniteGate | None = None
+    run: Step, placement: Placement, shardings: Callable[[Any], Any], gate: NonFiniteGate | None
 ) -> Step:
-    """Return ``run`` with batch and state put on the devices first, and, with several devices, one step at a time; without ``shardings``, each
-    device gets the whole state.
-    """
+    """Return ``run`` with batch and state put on the devices first, and, with several devices, one step at a time."""
 
     def step(state: Any, batch: Any) -> tuple[Any, Any]:
         placed = placement.place_for_step(batch)
         if not isinstance(state, _PlacedState):
             state = without_aliases(state)
-            places = shardings(state) if shardings else None
-            state = placement.put(padded_state(state, places) if places else state, places)
+            places = shardings(state)
+            state = placement.put(padded_state(state, places), places)
         with start_lock(placement.devices):
             result, new = run(_stored_values(state), placed)
             new = gate(state, new, result) if gate else new
@@ -497,10 +497,7 @@ class ModelParallelExecutor(SpmdExecutor):
         spec = infer_output_spec(call, whole, {padded})
         if not spec.allows_padding:
             raise CannotSplitError("a result or a variable depends on all of them")
-        inputs = [
-            leaf.array if leaf is not None else self._place(value, layout)
-            for value, leaf in zip(call.inputs, placed, strict=True)
-        ]
+        inputs = self._place(call.inputs, placed, layout)
         result = split(spec, call)(call.trainable, call.non_trainable, inputs, call.shared, used=layout.rows)
         own = ReplicaResult([leaf[: layout.rows] for leaf in result.rows], result.means, result.state)
         outputs, losses = join(spec, own)
