@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 import jax
@@ -103,14 +104,12 @@ def _run_single(one: Callable[..., ReplicaResult], *arguments: Any) -> ReplicaRe
 
 def _runs(rows: tuple[int, ...], vectorize: bool) -> Iterator[tuple[int, int, int, int]]:
     """Yield runs of non-empty replicas of one size: (first replica, number of replicas, rows of each, first row)."""
-    first = start = 0
-    for size, group in groupby(rows):
-        count = len(list(group))
+    start = 0
+    for _, run in groupby(enumerate(rows), key=itemgetter(1) if vectorize else itemgetter(0)):
+        (first, size), *others = run
+        count = 1 + len(others)
         if size:
-            runs = [(first, count)] if vectorize else [(first + i, 1) for i in range(count)]
-            for run_first, run_count in runs:
-                yield run_first, run_count, size, start + (run_first - first) * size
-        first += count
+            yield first, count, size, start
         start += count * size
 
 
