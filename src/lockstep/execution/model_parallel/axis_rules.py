@@ -3,7 +3,7 @@
 ``read_program`` applies them to a jaxpr, through the calls, loops and branches in it.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -85,7 +85,8 @@ def _link_equal_axes(own: EquationLinks, array: ArrayNode, result: ArrayNode) ->
 
 
 def _one_to_one(own: EquationLinks) -> None:
-    for array, result in zip(own.operands, own.results, strict=True):
+    """Link the axes of each result with those of its operand that have their length; further operands are starts of slices."""
+    for array, result in zip(own.operands, own.results, strict=False):
         if array is not None:
             _link_equal_axes(own, array, result)
 
@@ -106,12 +107,12 @@ def _broadcast(own: EquationLinks) -> None:
 def _squeeze(own: EquationLinks) -> None:
     array = own.operands[0]
     if array is not None:
-        gone = {axis % len(array.shape) for axis in own.param("dimensions")}
-        _link_kept(own, array, [axis for axis in range(len(array.shape)) if axis not in gone])
+        _link_kept(own, array, {axis % len(array.shape) for axis in own.param("dimensions")})
 
 
-def _link_kept(own: EquationLinks, array: ArrayNode, kept: Sequence[int]) -> None:
+def _link_kept(own: EquationLinks, array: ArrayNode, gone: Container[int]) -> None:
     """Link the axes that an operation keeps, in their order."""
+    kept = [axis for axis in range(len(array.shape)) if axis not in gone]
     for result in own.results:
         for its, axis in enumerate(kept):
             own.link(array, axis, its, result)
@@ -237,7 +238,7 @@ def _reduction(own: EquationLinks) -> None:
         if array.shape:
             for axis in axes:
                 own.reduce(array, axis)
-            _link_kept(own, array, [axis for axis in range(len(array.shape)) if axis not in axes])
+            _link_kept(own, array, axes)
 
 
 def _choice(own: EquationLinks) -> None:
@@ -245,7 +246,7 @@ def _choice(own: EquationLinks) -> None:
     for array in own.arrays:
         for axis in own.param("axes"):
             own.gather(array, axis)
-        _link_kept(own, array, [axis for axis in range(len(array.shape)) if axis not in own.param("axes")])
+        _link_kept(own, array, own.param("axes"))
 
 
 def _along_an_axis(own: EquationLinks) -> None:
@@ -265,12 +266,6 @@ def _reverse(own: EquationLinks) -> None:
             own.gather(own.operands[0], axis)
         else:
             own.link(own.operands[0], axis, axis)
-
-
-def _resized(own: EquationLinks) -> None:
-    """Slices and tiles: axes that keep their length are the same."""
-    if own.operands[0] is not None:
-        _link_equal_axes(own, own.operands[0], own.results[0])
 
 
 def _update(own: EquationLinks) -> None:
@@ -303,7 +298,7 @@ def _unstack(own: EquationLinks) -> None:
     (array,) = own.arrays
     gone = own.param("axis") % len(array.shape)
     own.gather(array, gone)
-    _link_kept(own, array, [axis for axis in range(len(array.shape)) if axis != gone])
+    _link_kept(own, array, {gone})
 
 
 def _fused_attention(own: EquationLinks) -> None:
@@ -339,7 +334,7 @@ VIEWS = frozenset(
 )
 RULES: dict[str, Callable[[EquationLinks], None]] = {
     **dict.fromkeys(ENTRYWISE, _entrywise),
-    **dict.fromkeys(PLACEMENTS, _one_to_one),
+    **dict.fromkeys((*PLACEMENTS, "dynamic_slice", "slice", "tile"), _one_to_one),
     **dict.fromkeys((*REDUCTIONS, "reduce"), _reduction),
     **dict.fromkeys(("argmax", "argmin"), _choice),
     **dict.fromkeys((*CUMULATIVE, "concatenate", "sort", "split", "top_k"), _along_an_axis),
@@ -348,7 +343,6 @@ RULES: dict[str, Callable[[EquationLinks], None]] = {
     **dict.fromkeys(("debug_callback", "create_token", "empty2"), _no_links),
     **dict.fromkeys(WINDOWS, _window),
     **dict.fromkeys(SCATTERS, _scatter),
-    **dict.fromkeys(("dynamic_slice", "slice", "tile"), _resized),
     "broadcast_in_dim": _broadcast,
     "conv_general_dilated": _convolution,
     "dot_general": _dot_general,
