@@ -6,7 +6,7 @@ power of two devices, in far fewer rounds. A device that adds and copies back, a
 
 import math
 from collections.abc import Callable, Sequence
-from functools import reduce
+from functools import partial, reduce
 from operator import add
 
 import jax
@@ -149,7 +149,7 @@ class ReductionToOneDevice(CrossDeviceOps):
         if accumulation_fn is not None:
             function("accumulation_fn", accumulation_fn, "a function of a list of arrays")
         self.reduce_to_device = reduce_to_device
-        self.accumulation_fn: Accumulate = accumulation_fn or _add_in_order
+        self.accumulation_fn: Accumulate = accumulation_fn or partial(reduce, add)
 
     def all_reduce(self, values: Sequence[jax.Array], axis: str, devices: Sequence[jax.Device]) -> list[jax.Array]:
         """Return the sum of each array over the devices; see :class:`CrossDeviceOps`.
@@ -185,10 +185,6 @@ class ReductionToOneDevice(CrossDeviceOps):
         received = [value if source == root else lax.ppermute(value, axis, [(source, root)]) for source in range(count)]
         total = converted_sum(self.accumulation_fn(received), value, "accumulation_fn", "arrays")
         return _broadcast(total, axis, root, count)
-
-
-def _add_in_order(values: list[jax.Array]) -> jax.Array:
-    return reduce(add, values)
 
 
 def _broadcast(value: jax.Array, axis: str, root: int, count: int) -> jax.Array:

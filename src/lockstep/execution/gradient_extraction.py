@@ -29,7 +29,7 @@ _update_p.multiple_results = True
 _update_p.def_abstract_eval(lambda *values, count: [ShapedArray(x.shape, x.dtype) for x in values[count:]])
 
 
-def _refuse(step: str, what: str) -> NoReturn:
+def _refuse(step: str, what: str, *_: Any, **__: Any) -> NoReturn:
     raise ModelError(
         f"{step} {what}. Under this strategy another device or process computes the update, so the step must call "
         "optimizer.stateless_apply once, with the optimizer's and the trainable values that it was given, and return the result "
@@ -37,12 +37,8 @@ def _refuse(step: str, what: str) -> NoReturn:
     )
 
 
-def _refuse_rule(what: str, *_: Any, **__: Any) -> NoReturn:
-    _refuse("A model's train_step", what)
-
-
-ad.primitive_jvps[_update_p] = partial(_refuse_rule, "differentiates its update")
-batching.primitive_batchers[_update_p] = partial(_refuse_rule, "calls the optimizer under jax.vmap")
+ad.primitive_jvps[_update_p] = partial(_refuse, "A model's train_step", "differentiates its update")
+batching.primitive_batchers[_update_p] = partial(_refuse, "A model's train_step", "calls the optimizer under jax.vmap")
 
 
 class GradientPrograms:
