@@ -30,8 +30,9 @@ def clear_synchronized(model: keras.Model) -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def disable_batch_statistics(model: keras.Model, mark: Callable[..., Any]) -> Iterator[list[keras.Layer]]:
+def disable_batch_statistics(
+    model: keras.Model, mark: Callable[..., Any]
+) -> contextlib.AbstractContextManager[list[keras.Layer]]:
     """Make each BatchNormalization use its moving statistics while this context is open, so that it treats each row separately.
 
     Where it would compute the moments of its inputs, it gets ``mark`` of the moving statistics, the inputs and the mask, if there is one.
@@ -39,38 +40,22 @@ def disable_batch_statistics(model: keras.Model, mark: Callable[..., Any]) -> It
     Yields:
         A list to which each layer is added that asks for the moments of the batch.
     """
-    called: list[keras.Layer] = []
 
-    def around_moments(layer: Any, method: Any) -> Any:
-        def moments(inputs: Any, mask: Any = None) -> Any:
-            called.append(layer)
-            of = [inputs] if mask is None else [inputs, mask]
-            return tuple(mark(ops.convert_to_tensor(one), *of) for one in (layer.moving_mean, layer.moving_variance))
+    def moments(layer: Any, _: Any, inputs: Any, mask: Any) -> Any:
+        of = [inputs] if mask is None else [inputs, mask]
+        return tuple(mark(ops.convert_to_tensor(one), *of) for one in (layer.moving_mean, layer.moving_variance))
 
-        return moments
-
-    with patched_method(MOMENTS, normalizations_of(model), around_moments):
-        yield called
+    return _moments_by(moments, model)
 
 
-@contextlib.contextmanager
-def observe_moments(model: keras.Model) -> Iterator[list[keras.Layer]]:
+def observe_moments(model: keras.Model) -> contextlib.AbstractContextManager[list[keras.Layer]]:
     """Yield a list to which each BatchNormalization is added that computes the moments of a batch while this context is open."""
-    called: list[keras.Layer] = []
-
-    def around_moments(layer: Any, method: Any) -> Any:
-        def moments(*args: Any) -> Any:
-            called.append(layer)
-            return method(*args)
-
-        return moments
-
-    with patched_method(MOMENTS, normalizations_of(model), around_moments):
-        yield called
+    return _moments_by(lambda _, method, inputs, mask: method(inputs, mask), model)
 
 
-@contextlib.contextmanager
-def moments_of_first_rows(model: keras.Model, rows: int, used: Any) -> Iterator[None]:
+def moments_of_first_rows(
+    model: keras.Model, rows: int, used: Any
+) -> contextlib.AbstractContextManager[list[keras.Layer]]:
     """Make each BatchNormalization compute the moments of the first ``used`` of ``rows`` rows while this context is open.
 
     Args:
@@ -81,29 +66,41 @@ def moments_of_first_rows(model: keras.Model, rows: int, used: Any) -> Iterator[
     """
     used = ops.where(used == 0, rows, used)
 
-    def around_moments(layer: Any, method: Any) -> Any:
-        def moments(inputs: Any, mask: Any = None) -> Any:
-            entries = len(inputs)
-            is_used = ops.arange(entries) < used * (entries // rows)
-            if mask is not None:
-                return method(inputs, ops.logical_and(mask, _along_first_axis(is_used, mask)))
-            axes = layer._reduction_axes
-            wide = ops.cast(inputs, keras.backend.result_type(inputs.dtype, "float32"))
-            is_used = _along_first_axis(is_used, wide)
-            other = math.prod(inputs.shape[axis] for axis in axes if axis != 0)
-            count = ops.cast(used * (entries // rows), wide.dtype) * other
+    def moments(layer: Any, method: Any, inputs: Any, mask: Any) -> Any:
+        entries = len(inputs)
+        is_used = ops.arange(entries) < used * (entries // rows)
+        if mask is not None:
+            return method(inputs, ops.logical_and(mask, _along_first_axis(is_used, mask)))
+        axes = layer._reduction_axes
+        wide = ops.cast(inputs, keras.backend.result_type(inputs.dtype, "float32"))
+        is_used = _along_first_axis(is_used, wide)
+        other = math.prod(inputs.shape[axis] for axis in axes if axis != 0)
+        count = ops.cast(used * (entries // rows), wide.dtype) * other
 
-            def mean(values: Any) -> Any:
-                return ops.sum(ops.where(is_used, values, 0), axes, keepdims=True) / count
+        def mean(values: Any) -> Any:
+            return ops.sum(ops.where(is_used, values, 0), axes, keepdims=True) / count
 
-            center = mean(wide)
-            found = center, mean(ops.square(wide - center))
-            return tuple(ops.cast(ops.squeeze(one, axes), inputs.dtype) for one in found)
+        center = mean(wide)
+        found = center, mean(ops.square(wide - center))
+        return tuple(ops.cast(ops.squeeze(one, axes), inputs.dtype) for one in found)
 
-        return moments
+    return _moments_by(moments, model)
 
-    with patched_method(MOMENTS, normalizations_of(model), around_moments):
-        yield
+
+@contextlib.contextmanager
+def _moments_by(moments: Callable[..., Any], model: keras.Model) -> Iterator[list[keras.Layer]]:
+    """Have ``moments(layer, method, inputs, mask)`` compute the moments of each BatchNormalization; yield those that ask for them."""
+    called: list[keras.Layer] = []
+
+    def around(layer: Any, method: Any) -> Any:
+        def replacement(inputs: Any, mask: Any = None) -> Any:
+            called.append(layer)
+            return moments(layer, method, inputs, mask)
+
+        return replacement
+
+    with patched_method(MOMENTS, normalizations_of(model), around):
+        yield called
 
 
 def _along_first_axis(values: Any, like: Any) -> Any:
