@@ -8,7 +8,6 @@ device alike.
 
 import contextlib
 import functools
-import random
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
@@ -23,6 +22,7 @@ from lockstep._keras.batch_normalization import clear_synchronized, observe_mome
 from lockstep._keras.graph import forget_losses, global_batch_reason, models_of
 from lockstep._keras.patches import LAYER_CALL, STATELESS_CALL, patched_method, value_in_context
 from lockstep.data.prefetch import is_reading_ahead
+from lockstep.data.random_state import capture_random_state, restore_random_state
 from lockstep.devices.names import device_name
 from lockstep.devices.placement import PlacedRows, Placement, is_rows
 from lockstep.execution.call_splitter import (
@@ -295,32 +295,23 @@ class _ForwardInterceptor:
 
 
 def _drawing_alike(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function whose calls all draw the same numbers from ``random`` and ``numpy.random``; only the first changes their state.
+    """Return a function whose calls all draw the same numbers from the global generators; only the first changes their state.
 
     Replicas, and the traces for the proof, call the model's code several times where one device calls it once.
     """
-    begun, calls = _random_state(), 0
+    begun, calls = capture_random_state(), 0
 
     def call(*args: Any, **kwargs: Any) -> Any:
         nonlocal calls
-        calls, present = calls + 1, _random_state()
-        _set_random_state(begun)
+        calls, present = calls + 1, capture_random_state()
+        restore_random_state(begun)
         try:
             return function(*args, **kwargs)
         finally:
             if calls > 1:
-                _set_random_state(present)
+                restore_random_state(present)
 
     return call
-
-
-def _random_state() -> tuple[Any, Any]:
-    return random.getstate(), np.random.get_state()
-
-
-def _set_random_state(state: tuple[Any, Any]) -> None:
-    random.setstate(state[0])
-    np.random.set_state(state[1])
 
 
 def _warnings(shown: bool) -> contextlib.AbstractContextManager[Any]:
