@@ -88,9 +88,9 @@ def test_what_works_along_the_rows_is_computed_by_the_replicas(name, replicas, d
         jaxpr.invars[0]: with_replicas(x, layout, placement)
     }
     (rows,) = program.run([values[var] for var in program.inputs])
-    expected = ALONG_ROWS[name](x)
-    assert rows.shape == expected.shape
-    np.testing.assert_allclose(join_rows([rows], placement)[0], expected, rtol=1e-6, atol=1e-7)
+    (joined,), expected = join_rows([rows], placement), ALONG_ROWS[name](x)
+    assert joined.shape == expected.shape
+    np.testing.assert_allclose(joined, expected, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("name", MIXING)

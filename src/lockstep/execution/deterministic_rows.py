@@ -85,11 +85,6 @@ class ReplicaRows:
     rounds: list[PerDevice]
     layout: BatchLayout
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the global batch, ``(rows, …)``."""
-        return (self.layout.rows, *self.rounds[0].own.shape[1:])
-
 
 def join_rows(values: Sequence[ReplicaRows], placement: Placement) -> list[jax.Array]:
     """Return the global batches, on every device, of rows of one layout."""
