@@ -82,9 +82,9 @@ class WorkerStrategy(Strategy):
             options = instance_of(CommunicationOptions, "communication_options", communication_options, what)
         self._check_every = whole_number("check_every", check_every, minimum=0)
         self._timeout = TIMEOUT_SECONDS if options.timeout_seconds is None else options.timeout_seconds
-        self._is_chosen = cluster_resolver is not None
         self._is_attaching = is_to_attach() and not is_made_alone()
         self._resolver = _resolver(cluster_resolver, self._is_attaching)
+        self._is_chosen = cluster_resolver is not None or isinstance(self._resolver, TFConfigClusterResolver)
         self._group = self._resolver.group() if self._resolver else _alone(self._is_attaching)
         self._job: ProcessJob | None = None
         communication = replace(options, timeout_seconds=None)
@@ -142,10 +142,9 @@ class WorkerStrategy(Strategy):
     def _attach_to_processes_of_jax(self, own: Sequence[jax.Device]) -> ProcessJob:
         """Join the processes over which JAX has started, with ``own`` devices."""
         source = self._group if self._resolver else None
-        is_chosen = self._is_chosen or isinstance(self._resolver, TFConfigClusterResolver)
 
         def check() -> None:
-            note = None if source is None else compare_with_jax(source, is_chosen)
+            note = None if source is None else compare_with_jax(source, self._is_chosen)
             if note is not None:
                 log_info(note)
 
