@@ -151,7 +151,7 @@ def flatten_in_order(tree: Any) -> tuple[list[Any], Any]:
         >>> leaves, [*jax.tree.unflatten(structure, leaves)["z"]]
         ([1, 2, 3], ['mean', 'log_var'])
     """
-    return jax.tree.flatten(_with_order(tree))
+    return jax.tree.flatten(in_order(tree))
 
 
 def map_in_order(function: Callable[[Any], Any], tree: Any) -> Any:
@@ -160,10 +160,11 @@ def map_in_order(function: Callable[[Any], Any], tree: Any) -> Any:
     return jax.tree.unflatten(structure, map(function, leaves))
 
 
-def _with_order(tree: Any) -> Any:
+def in_order(tree: Any) -> Any:
+    """Return a tree whose dicts JAX keeps in their order; it makes plain dicts of them when it unflattens the tree."""
     if type(tree) in (dict, OrderedDict):
         kind = _InsertionOrder if type(tree) is dict else OrderedDict
-        return kind((key, _with_order(value)) for key, value in tree.items())
+        return kind((key, in_order(value)) for key, value in tree.items())
     if type(tree) in (list, tuple):
-        return type(tree)(map(_with_order, tree))
-    return type(tree)(*map(_with_order, tree)) if isinstance(tree, tuple) and hasattr(tree, "_fields") else tree
+        return type(tree)(map(in_order, tree))
+    return type(tree)(*map(in_order, tree)) if isinstance(tree, tuple) and hasattr(tree, "_fields") else tree

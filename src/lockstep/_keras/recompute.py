@@ -8,15 +8,14 @@ import contextlib
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import keras
 from keras.src.backend.common.stateless_scope import get_stateless_scope
 
-from lockstep._keras.graph import flatten_in_order, get_keras_mask, set_keras_mask
-from lockstep._keras.layer_attributes import AttributeLeaf, attribute_arrays, set_attribute_leaves
+from lockstep._keras.graph import flatten_in_order, get_keras_mask, in_order, set_keras_mask
+from lockstep._keras.layer_attributes import attribute_arrays, set_attribute_leaves
 from lockstep._keras.patches import LAYER_CALL, patched_method
 
 Gather = Callable[[keras.Variable, jax.Array], jax.Array]
@@ -88,23 +87,6 @@ def recompute_layers(layers: Iterable[Any], shards: Shards, gather: Gather) -> c
     return patched_method(LAYER_CALL, layers, around)
 
 
-@dataclass
-class _TraceFindings:
-    """What the trace of a recomputed layer finds besides arrays, which it returns.
-
-    Args:
-        outputs: structure of the outputs.
-        stored: the attributes that get an array.
-        owners: for each loss the layer that it is added to.
-        others: keys of further variables that get a value.
-    """
-
-    outputs: Any = None
-    stored: list[AttributeLeaf] = field(default_factory=list)
-    owners: list[Any] = field(default_factory=list)
-    others: list[Any] = field(default_factory=list)
-
-
 def _recomputed_call(
     layer: Any,
     method: Callable[..., Any],
@@ -119,7 +101,7 @@ def _recomputed_call(
     known = [variable for variable in layer.variables if scope.get_current_value(variable) is not None]
     values, is_shard = _values_to_keep([(variable, scope.get_current_value(variable)) for variable in known], shards)
     own_keys = {id(variable) for variable in known}
-    found = _TraceFindings()
+    owners: list[Any] = []  # for each loss the layer that it is added to
 
     def run(values: list[Any], arrays: dict[int, Any], masks: list[Any]) -> Any:
         _set_masks(arrays.values(), masks)
@@ -138,26 +120,23 @@ def _recomputed_call(
         others = {key: new for key, new in inner.state_mapping.items() if key not in own_keys}
         others = {key: new for key, new in others.items() if new is not scope.state_mapping.get(key)}
         stored = {place: new for place, new in attribute_arrays(layer).items() if new is not stored_before.get(place)}
-        outputs, found.outputs = flatten_in_order(outputs)
-        found.stored, found.others = list(stored), list(others)
         after = [inner.get_current_value(variable) for variable in known]
         changes = [None if new is old else new for new, old in zip(after, before, strict=True)]
-        found.owners = [_take_loss(layer, loss) for loss in inner.losses]
-        masks = [get_keras_mask(output) for output in outputs]
-        return outputs, masks, [*changes, *others.values()], inner.losses, list(stored.values())
+        owners[:] = [_take_loss(layer, loss) for loss in inner.losses]
+        masks = [get_keras_mask(output) for output in flatten_in_order(outputs)[0]]
+        return in_order((outputs, masks, changes, others, inner.losses, stored))
 
     masks = [get_keras_mask(array) for array in arrays.values()]
-    outputs, masks, changes, losses, stored = jax.checkpoint(run)(values, arrays, masks)
-    changes, others = changes[: len(known)], changes[len(known) :]
-    scope.state_mapping.update(zip(found.others, others, strict=True))
-    set_attribute_leaves(found.stored, stored)
-    _set_masks(outputs, masks)
+    outputs, masks, changes, others, losses, stored = jax.checkpoint(run)(values, arrays, masks)
+    scope.state_mapping.update(others)
+    set_attribute_leaves(list(stored), list(stored.values()))
+    _set_masks(flatten_in_order(outputs)[0], masks)
     for variable, new in zip(known, changes, strict=True):
         if new is not None:
             scope.add_update((variable, new))
-    for owner, loss in zip(found.owners, losses, strict=True):
+    for owner, loss in zip(owners, losses, strict=True):
         owner.add_loss(loss)
-    return jax.tree.unflatten(found.outputs, outputs)
+    return outputs
 
 
 def _set_masks(tensors: Iterable[Any], masks: Iterable[Any]) -> None:
