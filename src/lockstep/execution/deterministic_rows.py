@@ -264,14 +264,11 @@ class RowwiseEquations:
             own = set(equation.outvars)
             is_read = not own.isdisjoint(whole) or (not own.isdisjoint(read) and not own <= self._exact)
             if self.includes(equation) and own.isdisjoint(self.depends_on_rows) and is_read:
-                self._leave_out(equation)
+                del self._cut[id(equation)]
+                for var in equation.outvars:
+                    del self._equations[var]
             if not self.includes(equation):
                 read.update(variables_in(equation.invars))
-
-    def _leave_out(self, equation: JaxprEqn) -> None:
-        del self._cut[id(equation)]
-        for var in equation.outvars:
-            del self._equations[var]
 
     def _inputs_that_are_cut(self, equation: JaxprEqn) -> tuple[bool, ...] | None:
         """Return for each input whether the own rows of it are read; None if the equation does not work along the rows."""
