@@ -343,16 +343,16 @@ class ModelShardings:
         """Return along which axes of the mesh a variable of the model is sharded."""
         return self._axes.get(id(variable), (None,) * len(variable.shape))
 
-    def axes_of_optimizer(self) -> list[Axes]:
-        """Return the same for the variables of the optimizer: those of the variables to which they belong."""
-        own = {(_flat_path(one), tuple(one.shape)): one for one in self._model.trainable_variables}
-        return [self._axes_of_slot(slot, own) for slot in optimizer_variables(self._model)]
+    def axes_of_optimizer(self) -> list[tuple[keras.Variable, Axes]]:
+        """Return the variables of the optimizer, each with the axes of the variable that it belongs to."""
+        own = {(one.path.replace("/", "_"), tuple(one.shape)): one for one in self._model.trainable_variables}
+        return [(slot, self._axes_of_slot(slot, own)) for slot in optimizer_variables(self._model)]
 
     def all(self) -> Iterator[tuple[keras.Variable, NamedSharding]]:
         """Yield the variables of the model and of its optimizer with their shardings."""
         for variable in self._model.variables:
             yield variable, self.sharding_of(variable)
-        for slot, axes in zip(optimizer_variables(self._model), self.axes_of_optimizer(), strict=True):
+        for slot, axes in self.axes_of_optimizer():
             yield slot, self._options.sharding(axes)
 
     def sharding_of(self, variable: keras.Variable) -> NamedSharding:
@@ -367,7 +367,7 @@ class ModelShardings:
             for kind in (model.trainable_variables, model.non_trainable_variables)
         ]
         if len(state) > 3:
-            parts.append([self._options.sharding(axes) for axes in self.axes_of_optimizer()])
+            parts.append([self._options.sharding(axes) for _, axes in self.axes_of_optimizer()])
         return tuple((*parts, replicated)[: len(state)])
 
     def is_gathered(self, variable: keras.Variable) -> bool:
@@ -425,8 +425,7 @@ class ModelShardings:
             )
 
         rows = [row("model", variable, self.axes_of(variable)) for variable in self._model.weights]
-        slots = zip(optimizer_variables(self._model), self.axes_of_optimizer(), strict=True)
-        rows += [row("optimizer", variable, axes) for variable, axes in slots]
+        rows += [row("optimizer", variable, axes) for variable, axes in self.axes_of_optimizer()]
         return ModelLayout(len(options.placement.devices), tuple(rows))
 
     @property
@@ -517,10 +516,6 @@ def _gather_backward(used: NamedSharding, kept: NamedSharding, _: None, gradient
 
 
 _gather.defvjp(_gather_forward, _gather_backward)
-
-
-def _flat_path(variable: keras.Variable) -> str:
-    return str(variable.path).replace("/", "_")
 
 
 def _output_path(layer: Any) -> str:
