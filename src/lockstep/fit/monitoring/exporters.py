@@ -65,7 +65,6 @@ class PrometheusExporter(MonitorCallback):
         return None if self._server is None else int(self._server.server_port)
 
     def attach(self, attachment: Attachment, arguments: dict[str, Any]) -> None:
-        """See the base class."""
         super().attach(attachment, arguments)
         if not attachment.is_chief:
             return
@@ -81,7 +80,6 @@ class PrometheusExporter(MonitorCallback):
             ) from error
 
     def detach(self) -> None:
-        """See the base class."""
         server, self._server = self._server, None
         if server is not None and self._thread is not None:
             server.shutdown()
@@ -175,32 +173,27 @@ class KubeflowProgress(MonitorCallback):
         self._updates: _Updates | None = None
 
     def attach(self, attachment: Attachment, arguments: dict[str, Any]) -> None:
-        """See the base class."""
         super().attach(attachment, arguments)
         if attachment.is_chief:
             server = _server_of(os.environ, attachment.log)
             self._updates = None if server is None else _Updates(server, attachment.timer, attachment.log)
 
     def detach(self) -> None:
-        """See the base class."""
         updates, self._updates = self._updates, None
         if updates is not None:
             updates.stop()
         super().detach()
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """See Keras."""
         super().on_train_begin(logs)
         if self._updates is not None:
             self._updates.start()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """See Keras."""
         if self._updates is not None:
             self._updates.metrics = dict(logs or {})
 
     def on_train_end(self, logs: Any = None) -> None:
-        """See Keras."""
         if self._updates is not None:
             self._updates.is_done = True
 

@@ -41,7 +41,6 @@ class RichProgress(MonitorCallback):
         self._display: _Display | None = None
 
     def attach(self, attachment: Attachment, arguments: dict[str, Any]) -> None:
-        """See the base class."""
         super().attach(attachment, arguments)
         console = Console()
         is_shown = console.is_terminal and not console.is_dumb_terminal and not console.is_jupyter
@@ -51,19 +50,16 @@ class RichProgress(MonitorCallback):
             attachment.add_step_hook(self._display)
 
     def detach(self) -> None:
-        """See the base class."""
         display, self._display = self._display, None
         if display:
             display.stop()
         super().detach()
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """See Keras."""
         if self._display:
             self._display.begin_epoch()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """See Keras."""
         if self._display:
             self._display.end_epoch(logs or {})
 

@@ -323,14 +323,12 @@ class ThroughputMonitor(MonitorCallback):
         return dict(self._last)
 
     def attach(self, attachment: Attachment, arguments: dict[str, Any]) -> None:
-        """See the base class."""
         super().attach(attachment, arguments)
         counter = attachment.flop_counter
         counter.peak = self.peak_flops or counter.peak or peak_of(attachment.devices[0].device_kind)
         counter.is_wanted |= counter.peak is not None
 
     def detach(self) -> None:
-        """See the base class."""
         self._last = dict(self.last)
         super().detach()
 

@@ -284,31 +284,26 @@ class TensorBoard(MonitorCallback):
         self._run: _FitRecorder | None = None
 
     def attach(self, attachment: Attachment, arguments: dict[str, Any]) -> None:
-        """See the base class."""
         super().attach(attachment, arguments)
         if attachment.is_chief:
             self._run = _FitRecorder(self, attachment)
 
     def detach(self) -> None:
-        """See the base class."""
         run, self._run = self._run, None
         if run:
             run.close()
         super().detach()
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """See Keras."""
         if self._run:
             self._run.open(self.model)
 
     def on_test_end(self, logs: Any = None) -> None:
-        """See Keras."""
         if self._run and not self.attachment.is_validation_cut():
             values = {f"evaluation_{name}_vs_iterations": value for name, value in (logs or {}).items()}
             self._run.write("validation", self._run.step, _scalars(values))
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """See Keras."""
         is_due = self.histogram_freq and epoch % self.histogram_freq == 0
         weights = _weights_on_host(self.model) if is_due else ()
         if self._run:
