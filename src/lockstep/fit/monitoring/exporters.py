@@ -168,34 +168,26 @@ class KubeflowProgress(MonitorCallback):
         >>> progress = lockstep.callbacks.KubeflowProgress()  # model.fit(x, y, callbacks=[progress])
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._updates: _Updates | None = None
+    _recorder: "_Updates | None" = None
 
     def attach(self, attachment: Attachment, arguments: dict[str, Any]) -> None:
         super().attach(attachment, arguments)
         if attachment.is_chief:
             server = _server_of(os.environ, attachment.log)
-            self._updates = None if server is None else _Updates(server, attachment.timer, attachment.log)
-
-    def detach(self) -> None:
-        updates, self._updates = self._updates, None
-        if updates is not None:
-            updates.stop()
-        super().detach()
+            self._recorder = None if server is None else _Updates(server, attachment.timer, attachment.log)
 
     def on_train_begin(self, logs: Any = None) -> None:
         super().on_train_begin(logs)
-        if self._updates is not None:
-            self._updates.start()
+        if self._recorder is not None:
+            self._recorder.start()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        if self._updates is not None:
-            self._updates.metrics = dict(logs or {})
+        if self._recorder is not None:
+            self._recorder.metrics = dict(logs or {})
 
     def on_train_end(self, logs: Any = None) -> None:
-        if self._updates is not None:
-            self._updates.is_done = True
+        if self._recorder is not None:
+            self._recorder.is_done = True
 
 
 @dataclass(frozen=True)

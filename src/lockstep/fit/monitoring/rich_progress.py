@@ -36,9 +36,7 @@ class RichProgress(MonitorCallback):
         >>> history = model.fit(np.ones((8, 3)), np.ones((8, 1)), verbose=0, callbacks=[progress])
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._display: _Display | None = None
+    _recorder: "_Display | None" = None
 
     def attach(self, attachment: Attachment, arguments: dict[str, Any]) -> None:
         super().attach(attachment, arguments)
@@ -46,22 +44,16 @@ class RichProgress(MonitorCallback):
         is_shown = console.is_terminal and not console.is_dumb_terminal and not console.is_jupyter
         if attachment.is_chief and is_shown:
             arguments["verbose"] = 0
-            self._display = _Display(attachment.timer, console)
-            attachment.add_step_hook(self._display)
-
-    def detach(self) -> None:
-        display, self._display = self._display, None
-        if display:
-            display.stop()
-        super().detach()
+            self._recorder = _Display(attachment.timer, console)
+            attachment.add_step_hook(self._recorder)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        if self._display:
-            self._display.begin_epoch()
+        if self._recorder:
+            self._recorder.begin_epoch()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        if self._display:
-            self._display.end_epoch(logs or {})
+        if self._recorder:
+            self._recorder.end_epoch(logs or {})
 
 
 class _Display(StepHook):

@@ -215,6 +215,8 @@ class MonitorCallback(keras.callbacks.Callback):
     waits for the devices.
     """
 
+    _recorder: Any = None  # what works for the callback during a call of fit; it is stopped when the call ends
+
     def __init__(self) -> None:
         super().__init__()
         self._attachment: Attachment | None = None
@@ -236,6 +238,9 @@ class MonitorCallback(keras.callbacks.Callback):
 
     def detach(self) -> None:
         """End the call, also after an exception."""
+        recorder, self._recorder = self._recorder, None
+        if recorder is not None:
+            recorder.stop()
         self._attachment = None
 
     def on_train_begin(self, logs: Any = None) -> None:

@@ -265,6 +265,8 @@ class TensorBoard(MonitorCallback):
         ['tfevents']
     """
 
+    _recorder: "_FitRecorder | None" = None
+
     def __init__(
         self,
         log_dir: str | os.PathLike[str] = "logs",
@@ -281,33 +283,26 @@ class TensorBoard(MonitorCallback):
         self.write_steps_per_second = flag("TensorBoard: write_steps_per_second", write_steps_per_second)
         self.update_freq = _frequency(update_freq)
         self.profile_batch = _profiled_steps(profile_batch)
-        self._run: _FitRecorder | None = None
 
     def attach(self, attachment: Attachment, arguments: dict[str, Any]) -> None:
         super().attach(attachment, arguments)
         if attachment.is_chief:
-            self._run = _FitRecorder(self, attachment)
-
-    def detach(self) -> None:
-        run, self._run = self._run, None
-        if run:
-            run.close()
-        super().detach()
+            self._recorder = _FitRecorder(self, attachment)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        if self._run:
-            self._run.open(self.model)
+        if self._recorder:
+            self._recorder.open(self.model)
 
     def on_test_end(self, logs: Any = None) -> None:
-        if self._run and not self.attachment.is_validation_cut():
+        if self._recorder and not self.attachment.is_validation_cut():
             values = {f"evaluation_{name}_vs_iterations": value for name, value in (logs or {}).items()}
-            self._run.write("validation", self._run.step, _scalars(values))
+            self._recorder.write("validation", self._recorder.step, _scalars(values))
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         is_due = self.histogram_freq and epoch % self.histogram_freq == 0
         weights = _weights_on_host(self.model) if is_due else ()
-        if self._run:
-            self._run.end_epoch(epoch, logs or {}, self.model, weights)
+        if self._recorder:
+            self._recorder.end_epoch(epoch, logs or {}, self.model, weights)
         else:
             for _ in weights:  # All workers read those that are sharded together; the chief writes.
                 pass
@@ -390,7 +385,7 @@ class _FitRecorder(StepHook):
         self._has_failed = True
         self._attachment.log(f"TensorBoard: nothing more is written to {self._options.log_dir}: {error}")
 
-    def close(self) -> None:
+    def stop(self) -> None:
         """End the profile, write the logs of the last step, after which the run may be preempted, and close the files."""
         if self._profiler:
             self._profiler.stop()
