@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -101,7 +101,7 @@ class _Display(StepHook):
             ProgressBar(total=progress.steps, completed=progress.done, width=_WIDTH, pulse=progress.steps is None),
             _line(progress, recent, timing, logs),
         )
-        return Group(table)
+        return table
 
 
 def _line(progress: FitProgress, reading: TimerReading, timing: str, logs: Mapping[str, Any]) -> Text:
