@@ -342,7 +342,7 @@ def test_files_of_a_measurement_are_there_even_where_nobody_reads_what_is_printe
 def test_what_builds_a_model_may_have_no_name_of_its_own(monkeypatch):
     titles = []
     monkeypatch.setattr(api, "workload_of", lambda *_: Workload("script"))
-    monkeypatch.setattr(api, "_measure", lambda *asked: titles.append(asked[5]))
+    monkeypatch.setattr(api, "_measure", lambda *asked: titles.append(asked[4]))
     for one in (build, functools.partial(build, 3), types.SimpleNamespace, operator.itemgetter(1)):
         lockstep.scaling_report(one, data)
     assert titles == ["build", "build", "SimpleNamespace", "itemgetter"]

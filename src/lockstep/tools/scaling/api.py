@@ -22,6 +22,7 @@ from lockstep.tools.scaling.html_report import page_of
 from lockstep.tools.scaling.prediction import Prediction, PredictionOptions, prediction_for
 from lockstep.tools.scaling.results import (
     Budget,
+    ScalingSetting,
     ScalingTable,
     SettingFailure,
     SettingResult,
@@ -162,11 +163,11 @@ def scale_script(
     Raises:
         OptionError: the script does not exist, an argument is out of its range, or a file cannot be written.
     """
-    settings_of(devices, batch)
+    settings = settings_of(devices, batch)
     check_exists(path)
     check_writable(outputs)
     workload = Workload("script", path=path, arguments=tuple(arguments))
-    return _measure(workload, devices, batch, budget, options, Path(path).name, command)
+    return _measure(workload, settings, budget, options, Path(path).name, command)
 
 
 def scaling_report(
@@ -221,7 +222,7 @@ def scaling_report(
         )
     if is_measuring():
         build_and_fit(build, data, validation)
-    settings_of(devices, batch)
+    settings = settings_of(devices, batch)
     check_data("data", data)
     if validation is not None:
         check_data("validation", validation)
@@ -236,8 +237,7 @@ def scaling_report(
                 "scaling_report: each setting runs in a new process, which cannot import functions that were typed into a notebook or a console. "
                 "Fix: put build and data into a module and import them from there."
             )
-        command = shlex.join(sys.orig_argv)
-        report = _measure(workload, devices, batch, budget, options, title, command)
+        report = _measure(workload, settings, budget, options, title, shlex.join(sys.orig_argv))
     if output is not None:
         report.save_html(output)
     return report
@@ -245,14 +245,12 @@ def scaling_report(
 
 def _measure(
     workload: Workload,
-    devices: Sequence[int],
-    batch: Sequence[int],
+    settings: Sequence[ScalingSetting],
     budget: Budget,
     options: PredictionOptions,
     title: str,
     command: str,
 ) -> ScalingReport:
-    settings = settings_of(devices, batch)
     with progress_reporter(len(settings)) as report:
         results = measure_all(workload, settings, budget, os.environ, report)
     return report_of(title, command, results, options)
