@@ -8,7 +8,7 @@ from lockstep.tools.migrate.rewrite_rules import (
     arguments_of,
     assigned,
     full_name,
-    is_false,
+    is_constant,
     is_model,
     is_rate,
     made_by,
@@ -111,25 +111,21 @@ def _arguments(call: ast.Call, name: str) -> Left:
         yield call, "add_weight: the first argument is the shape; write name=…"
     given = arguments_of(call, name) if name == "keras.utils.get_file" else {}
     for argument in ("extract", "untar"):
-        if argument in given and not is_false(given[argument]):
+        if argument in given and not is_constant(given[argument], False):
             yield call, f"get_file({argument}=…): {_EXTRACTED}"
 
 
 def _names_of_rates(source: SourceText) -> Left:
     """Find the word ``lr`` for the learning rate: in logs, and as an attribute of an optimizer."""
     for entry in source.nodes(ast.Subscript):
-        if isinstance(entry.ctx, ast.Load) and _is_lr(entry.slice) and _is_log(entry.value):
+        if isinstance(entry.ctx, ast.Load) and is_constant(entry.slice, "lr") and _is_log(entry.value):
             yield entry, _RATE_OF_LOGS
     for call in source.nodes(ast.Call):
-        words = [_is_lr(one) for one in call.args]
+        words = [is_constant(one, "lr") for one in call.args]
         if isinstance(call.func, ast.Attribute) and call.func.attr == "get" and words[:1] == [True]:
             yield from [(call, _RATE_OF_LOGS)] if _is_log(call.func.value) else []
         elif ast.unparse(call.func) in ("getattr", "hasattr", "setattr") and words[1:2] == [True]:
             yield from [(call, _RATE)] if is_rate(ast.Attribute(call.args[0], "lr")) else []
-
-
-def _is_lr(node: ast.expr) -> bool:
-    return isinstance(node, ast.Constant) and node.value == "lr"
 
 
 def _is_log(node: ast.expr) -> bool:
@@ -154,7 +150,7 @@ def _doubles(source: SourceText, bindings: ImportBindings) -> Left:
     if any(constant.value in ("jax_enable_x64", "JAX_ENABLE_X64") for constant in source.nodes(ast.Constant)):
         return
     for call in source.nodes(ast.Call):
-        is_double = any(isinstance(one, ast.Constant) and one.value == "float64" for one in values_of(call))
+        is_double = any(is_constant(one, "float64") for one in values_of(call))
         if is_double and full_name(bindings, call).startswith("keras."):
             yield call, _DOUBLE
 

@@ -144,16 +144,10 @@ def learning_rates(source: SourceText, bindings: ImportBindings) -> Iterator[Edi
     """Rename ``model.optimizer.lr`` to ``model.optimizer.learning_rate``."""
     optimizers = made_by(source, bindings, "optimizers.")
     for node in source.nodes(ast.Attribute):
-        if node.attr == "lr":
-            model = owner_of_optimizer(node)
-            if ast.unparse(node.value) in optimizers or (model and is_model(source, bindings, model)):
-                yield _renamed(source, node, "learning_rate")
-
-
-def owner_of_optimizer(rate: ast.Attribute) -> ast.expr | None:
-    """Return ``model`` of ``model.optimizer.lr``; None for other attributes, and for ``config.optimizer.lr``."""
-    is_of_model = isinstance(rate.value, ast.Attribute) and rate.value.attr == "optimizer"
-    return rate.value.value if isinstance(rate.value, ast.Attribute) and is_of_model and is_rate(rate) else None
+        of = node.value
+        is_of_model = isinstance(of, ast.Attribute) and of.attr == "optimizer" and is_model(source, bindings, of.value)
+        if node.attr == "lr" and (ast.unparse(of) in optimizers or (is_of_model and is_rate(node))):
+            yield _renamed(source, node, "learning_rate")
 
 
 def is_rate(attribute: ast.Attribute) -> bool:
@@ -174,7 +168,7 @@ def one_device_strategy(source: SourceText, bindings: ImportBindings) -> Iterato
     """Replace ``OneDeviceStrategy(device)`` by a mirrored strategy of one device."""
     for call in source.nodes(ast.Call):
         is_it = bindings.name_of(call.func) == "tensorflow.distribute.OneDeviceStrategy"
-        given = [*call.args, *(keyword.value for keyword in call.keywords)]
+        given = values_of(call)
         if is_it and len(given) == 1 and bindings.is_import_at(call, "lockstep"):
             yield source.replaced(call, f"lockstep.MirroredStrategy([{source.segment(given[0])}])")
 
@@ -356,7 +350,7 @@ def _claims_of_logits(source: SourceText, bindings: ImportBindings) -> Iterator[
     for call in source.nodes(ast.Call):
         names = [bindings.name_of(one).lower() for one in (call.func, *call.args)]  # partial(loss, from_logits=True)
         value = arguments_of(call, full_name(bindings, call)).get("from_logits")
-        if isinstance(value, ast.Constant) and value.value is True:
+        if value is not None and is_constant(value, True):
             yield value, "sigmoid" if any("binary" in name for name in names) else "softmax"
 
 
@@ -477,7 +471,7 @@ def _count(call: ast.Call) -> int:
 def _is_first(source: SourceText, call: ast.Call) -> bool:
     """Return whether the argument of the call is the first device of a list."""
     device = assigned(source, call.args[0]) or call.args[0]
-    return isinstance(device, ast.Subscript) and isinstance(device.slice, ast.Constant) and device.slice.value == 0
+    return isinstance(device, ast.Subscript) and is_constant(device.slice, 0)
 
 
 def _platform(source: SourceText, bindings: ImportBindings, call: ast.Call) -> str:
@@ -486,7 +480,7 @@ def _platform(source: SourceText, bindings: ImportBindings, call: ast.Call) -> s
     for node in source.nodes(ast.Assign):
         if any(isinstance(to, ast.Name) and to.id in names for to in node.targets):
             for listed in (one for one in ast.walk(node.value) if isinstance(one, ast.Call)):
-                kind = [*listed.args, *(keyword.value for keyword in listed.keywords)]
+                kind = values_of(listed)
                 if bindings.name_of(listed.func) in _LIST and len(kind) == 1 and isinstance(kind[0], ast.Constant):
                     return str(kind[0].value)
     return ""
@@ -557,8 +551,7 @@ def _is_task(node: ast.AST) -> bool:
 
 
 def _is_entry(target: ast.Subscript) -> bool:
-    is_named = isinstance(target.slice, ast.Constant) and target.slice.value == "TF_CONFIG"
-    return is_named and ast.unparse(target.value).endswith("environ")
+    return is_constant(target.slice, "TF_CONFIG") and ast.unparse(target.value).endswith("environ")
 
 
 def seed_shuffles(source: SourceText, bindings: ImportBindings) -> Iterator[Edit]:
@@ -586,11 +579,12 @@ def worker_differences(source: SourceText, bindings: ImportBindings) -> Iterator
     for call in source.nodes(ast.Call):
         name = method_of(call)
         given = {keyword.arg: keyword.value for keyword in call.keywords}
-        if name in _SEEDED and "seed" not in given and not any(map(is_false, (*call.args, given.get("shuffle")))):
+        is_unshuffled = any(is_constant(one, False) for one in (*call.args, given.get("shuffle")))
+        if name in _SEEDED and "seed" not in given and not is_unshuffled:
             yield call, f"{name}: {_SAME_ORDER}; write seed=1"
-        elif "shuffle_files" in given and not is_false(given["shuffle_files"]):
+        elif "shuffle_files" in given and not is_constant(given["shuffle_files"], False):
             yield call, f"shuffle_files=True: {_SAME_ORDER}; leave it out"
-        elif is_false(given.get("deterministic")):
+        elif is_constant(given.get("deterministic"), False):
             yield call, f"deterministic=False: {_SAME_ORDER}; leave it out"
         elif has_task and name in ("update", "putenv") and "TF_CONFIG" in ast.unparse(call):
             yield call, _TASK
@@ -605,9 +599,9 @@ def _draws(name: str) -> bool:
     return is_random or name.startswith(_DRAWS_OF_IMAGES)
 
 
-def is_false(node: ast.AST | None) -> bool:
-    """Return whether a node is the word ``False``."""
-    return isinstance(node, ast.Constant) and node.value is False
+def is_constant(node: ast.AST | None, value: object) -> bool:
+    """Return whether a node is this word, number or text."""
+    return isinstance(node, ast.Constant) and type(node.value) is type(value) and node.value == value
 
 
 def _without_seed(source: SourceText) -> Iterator[ast.Call]:
