@@ -564,8 +564,8 @@ def test_callbacks_stay_those_of_keras_where_no_file_names_a_strategy(code, tmp_
     (tmp_path / "parts.py").write_text(TF + code)
     (tmp_path / "main.py").write_text(f"import parts\n{TF}{ONE}")
     parts, _ = migrate([str(tmp_path / name) for name in ("parts.py", "main.py")])
-    assert "lockstep.callbacks" in parts.translation.after
-    assert "backup_dir" not in parts.translation.after
+    assert "lockstep.callbacks" in parts.after
+    assert "backup_dir" not in parts.after
 
 
 @pytest.mark.parametrize(
@@ -1212,8 +1212,8 @@ def test_a_file_that_goes_with_a_program_for_workers_is_translated_as_one(tmp_pa
     (tmp_path / "rows.py").write_text(f"{TF}\ndef rows():\n    return tf.data.Dataset.range(9).shuffle(9)\n")
     (tmp_path / "main.py").write_text(f"import rows\n{TF}{SEVERAL}")
     files = [str(tmp_path / name) for name in ("rows.py", "main.py")]
-    assert "shuffle(9, seed=1)" in migrate(files)[0].translation.after
-    assert "shuffle(9)" in migrate(files[:1])[0].translation.after
+    assert "shuffle(9, seed=1)" in migrate(files)[0].after
+    assert "shuffle(9)" in migrate(files[:1])[0].after
 
 
 def test_what_advice_names_is_there():

@@ -12,7 +12,7 @@ import tempfile
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import BufferedWriter
 from itertools import takewhile
 from pathlib import Path
@@ -65,12 +65,12 @@ class TodoComment:
     sentence: str
 
 
-def find_todos(source: SourceText, bindings: ImportBindings) -> list[TodoComment]:
+def find_todos(source: SourceText) -> list[TodoComment]:
     """Find what needs manual work, by line; each sentence once per statement."""
     statements = _lines_of_statements(source)
     found = {
         TodoComment(_first_line(statements, node.lineno), text)  # type: ignore[attr-defined]  # Such nodes have one.
-        for node, text in _find_all(source, bindings)
+        for node, text in _find_all(source, ImportBindings(source))
     }
     return sorted(found.union(_undone(source)), key=lambda mark: (mark.line, mark.sentence))
 
@@ -195,11 +195,13 @@ RULES: tuple[Rule, ...] = (
 
 @dataclass(frozen=True)
 class Translation:
-    """The translation of a program, with what needs manual work by lines of the new text."""
+    """The translation of one file, with what needs manual work by lines of the new text."""
 
+    path: str
     before: str
     after: str
-    todos: tuple[TodoComment, ...]
+    todos: tuple[TodoComment, ...] = ()
+    is_written: bool = False
 
     @property
     def modules(self) -> set[str]:
@@ -209,6 +211,24 @@ class Translation:
             node.module or "" if isinstance(node, ast.ImportFrom) else one.name for node in found for one in node.names
         ]
         return {name.partition(".")[0] for name in names}
+
+    @property
+    def difference(self) -> str:
+        """Unified diff for ``patch``; empty without changes."""
+        before, after = (SourceText(text).lines for text in (self.before, self.after))
+        lines = difflib.unified_diff(before, after, self.path, f"{self.path} (Lockstep)")
+        return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)
+
+    @property
+    def summary(self) -> str:
+        """What was done, and by line what needs manual work."""
+        if self.before == self.after and not self.todos:
+            return f"{self.path}: nothing to translate"
+        state = "written" if self.is_written else "shown above; --write changes the file"
+        if self.before == self.after:
+            state = "nothing to translate"
+        lines = [f"{self.path}: {state}; {len(self.todos) or 'nothing'} left to do by hand"]
+        return "\n".join([*lines, *(f"  line {todo.line}: {todo.sentence}" for todo in self.todos)])
 
 
 def translate(
@@ -236,11 +256,11 @@ def translate(
     """
     source = SourceText(text, path, for_workers, with_strategy)
     if not list(relevant_imports(source)):
-        return Translation(text, text, ())
+        return Translation(path, text, text)
     for rule in RULES:
         source = _apply(rule, source)
-    source = add_comments(source, find_todos(source, ImportBindings(source)))
-    return Translation(text, source.text, tuple(find_todos(source, ImportBindings(source))))
+    source = add_comments(source, find_todos(source))
+    return Translation(path, text, source.text, tuple(find_todos(source)))
 
 
 def _apply(rule: Rule, source: SourceText) -> SourceText:
@@ -256,35 +276,7 @@ def _apply(rule: Rule, source: SourceText) -> SourceText:
     return result
 
 
-@dataclass(frozen=True)
-class Migration:
-    """The translation of one file."""
-
-    path: str
-    translation: Translation
-    is_written: bool
-
-    @property
-    def difference(self) -> str:
-        """Unified diff for ``patch``; empty without changes."""
-        before, after = (SourceText(text).lines for text in (self.translation.before, self.translation.after))
-        lines = difflib.unified_diff(before, after, self.path, f"{self.path} (Lockstep)")
-        return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)
-
-    @property
-    def summary(self) -> str:
-        """What was done, and by line what needs manual work."""
-        translation = self.translation
-        if translation.before == translation.after and not translation.todos:
-            return f"{self.path}: nothing to translate"
-        state = "written" if self.is_written else "shown above; --write changes the file"
-        if translation.before == translation.after:
-            state = "nothing to translate"
-        lines = [f"{self.path}: {state}; {len(translation.todos) or 'nothing'} left to do by hand"]
-        return "\n".join([*lines, *(f"  line {todo.line}: {todo.sentence}" for todo in translation.todos)])
-
-
-def migrate(paths: Sequence[str], *, write: bool = False) -> list[Migration]:
+def migrate(paths: Sequence[str], *, write: bool = False) -> list[Translation]:
     """Translate the files of a program; with ``write`` replace each atomically, and only if all can be translated.
 
     Raises:
@@ -297,12 +289,11 @@ def migrate(paths: Sequence[str], *, write: bool = False) -> list[Migration]:
     translations = [
         translate(source.text, source.path, for_workers=for_workers, with_strategy=with_strategy) for source in sources
     ]
-    for path, (text, newline), translation in zip(paths, texts, translations, strict=True):
-        if write and translation.after != text:
-            _replace(Path(path), translation.after, newline)
-    return [
-        Migration(path, one, write and one.after != one.before) for path, one in zip(paths, translations, strict=True)
-    ]
+    found = [replace(one, is_written=write and one.after != one.before) for one in translations]
+    for one, (_, newline) in zip(found, texts, strict=True):
+        if one.is_written:
+            _replace(Path(one.path), one.after, newline)
+    return found
 
 
 def _read(path: str) -> tuple[str, str | None]:
@@ -347,19 +338,19 @@ def run_migrate(paths: Sequence[str], *, write: bool, check: bool) -> int:
     Raises:
         LockstepError: the program cannot be translated.
     """
-    migrations = migrate(paths, write=write)
-    for one in migrations:
+    translations = migrate(paths, write=write)
+    for one in translations:
         print(one.difference, end="", flush=True)
-    for one in migrations:
+    for one in translations:
         print(one.summary, file=sys.stderr)
-    remaining = any(one.translation.todos for one in migrations)
-    return _check(migrations, int(remaining)) if check else int(remaining)
+    remaining = any(one.todos for one in translations)
+    return _check(translations, int(remaining)) if check else int(remaining)
 
 
-def _check(migrations: Sequence[Migration], least: int) -> int:
+def _check(translations: Sequence[Translation], least: int) -> int:
     """Run the new program up to its first fit; return the exit code, which is ``least`` or more."""
-    script = _script_of(migrations)
-    if any(_has_servers(one) for one in migrations):
+    script = _script_of(translations)
+    if any(_has_servers(one) for one in translations):
         start = f"lockstep run --workers 2 --servers 1 {script.path}"
         print(
             f"--check does not run {script.path}, as it needs parameter servers; start it with: {start}",
@@ -380,21 +371,21 @@ def _check(migrations: Sequence[Migration], least: int) -> int:
         print(f"{script.path} reaches its first fit. {report}", file=sys.stderr)
         return max(least, 1 if report.findings else 0)
 
-    return tell(lambda: _examine(migrations, script, tell))
+    return tell(lambda: _examine(translations, script, tell))
 
 
-def _has_servers(migration: Migration) -> bool:
-    return is_for_workers(ImportBindings(SourceText(migration.translation.after)), "ParameterServerStrategy")
+def _has_servers(translation: Translation) -> bool:
+    return is_for_workers(ImportBindings(SourceText(translation.after)), "ParameterServerStrategy")
 
 
-def _script_of(migrations: Sequence[Migration]) -> Migration:
+def _script_of(translations: Sequence[Translation]) -> Translation:
     """Return the file that no other file imports; the last one if there are several."""
     imported = [
         one
-        for one in migrations
-        if any(Path(one.path).stem in other.translation.modules for other in migrations if other is not one)
+        for one in translations
+        if any(Path(one.path).stem in other.modules for other in translations if other is not one)
     ]
-    return next((one for one in reversed(migrations) if one not in imported), migrations[-1])
+    return next((one for one in reversed(translations) if one not in imported), translations[-1])
 
 
 _LAUNCHER = """__file__ = {path!r}  # Beside which the program may look for its data.
@@ -404,9 +395,9 @@ exec(code)
 """
 
 
-def _examine(migrations: Sequence[Migration], script: Migration, tell: Tell) -> Report:
+def _examine(translations: Sequence[Translation], script: Translation, tell: Tell) -> Report:
     """Run the program in a temporary folder, as one worker; modules that were not translated are found beside the script."""
-    names = [Path(one.path).name for one in migrations]
+    names = [Path(one.path).name for one in translations]
     if len(set(names)) < len(names):
         raise OptionError(
             f"--check: several files have the same name: {', '.join(sorted(names))}. Fix: give the files of one program."
@@ -414,8 +405,8 @@ def _examine(migrations: Sequence[Migration], script: Migration, tell: Tell) -> 
     with tempfile.TemporaryDirectory() as folder, _environment_of(script.path):
         texts = Path(folder, "translated")
         texts.mkdir()
-        for name, one in zip(names, migrations, strict=True):
-            (texts / name).write_text(one.translation.after, encoding="utf-8")
+        for name, one in zip(names, translations, strict=True):
+            (texts / name).write_text(one.after, encoding="utf-8")
             launcher = _LAUNCHER.format(path=os.path.abspath(one.path), text=str(texts / name))
             Path(folder, name).write_text(launcher, encoding="utf-8")
         return examine_script(str(Path(folder, Path(script.path).name)), (), tell, is_quiet=True)
