@@ -67,8 +67,6 @@ _PLACEHOLDER = "write keras.Input, or give the arrays to fit"
 _GRADIENTS = "write jax.value_and_grad in a custom training loop (docs/custom_loops.md); fit computes them"
 _ADDED = "layers add losses by self.add_loss, and model.losses has them; fit adds them up"
 _CALLED_BACK = "write keras.ops, or jax.pure_callback for what only Python can do"
-_PLACED = "a strategy places its models: lockstep.ParameterServerStrategy where variables belong on servers (docs/parameter_servers.md)"
-_LAYER = "write the layer of keras.layers, and call it"
 
 _TRAINING = {
     **{name: _OPTIMIZER.format(keras) for name, keras in _OPTIMIZERS.items()},
@@ -147,7 +145,8 @@ _TRAINING = {
     **dict.fromkeys(
         ("export_meta_graph", "write_graph"), "write model.save('model.keras'), or model.export for a server"
     ),
-    "replica_device_setter": _PLACED,
+    "replica_device_setter": "a strategy places its models: lockstep.ParameterServerStrategy where variables belong on servers "
+    "(docs/parameter_servers.md)",
     "summary_iterator": "TensorBoard reads files of events: leave it out, or read them in a separate program",
     "sdca_optimizer": _OPTIMIZER.format("SGD"),
     "do_quantize_training_on_graphdef": "write model.quantize('int8')",
@@ -171,13 +170,11 @@ _TRAINING = {
 
 _OTHERS = {
     **{name: _INITIALIZER.format(keras) for name, keras in _INITIALIZERS.items()},
-    **{
-        name: _QUEUE
-        for name in ("FIFOQueue", "PaddingFIFOQueue", "PriorityQueue", "QueueBase", "RandomShuffleQueue", "queue")
-    },
-    **{
-        name: _FILES
-        for name in (
+    **dict.fromkeys(
+        ("FIFOQueue", "PaddingFIFOQueue", "PriorityQueue", "QueueBase", "RandomShuffleQueue", "queue"), _QUEUE
+    ),
+    **dict.fromkeys(
+        (
             "FixedLengthRecordReader",
             "IdentityReader",
             "LMDBReader",
@@ -185,8 +182,9 @@ _OTHERS = {
             "TFRecordReader",
             "TextLineReader",
             "WholeFileReader",
-        )
-    },
+        ),
+        _FILES,
+    ),
     **dict.fromkeys(("get_variable", "get_local_variable"), _VARIABLE),
     **dict.fromkeys(("VariableScope", "get_variable_scope", "variable_op_scope", "variable_scope"), _SCOPE),
     **dict.fromkeys(
@@ -253,7 +251,7 @@ _OTHERS = {
     **dict.fromkeys(("placeholder", "placeholder_with_default", "sparse_placeholder"), _PLACEHOLDER),
     **dict.fromkeys(("gradients", "hessians", "AggregationMethod"), _GRADIENTS),
     "control_dependencies": "a step runs in the order of its values: leave it out",
-    "layers": _LAYER,
+    "layers": "write the layer of keras.layers, and call it",
     "losses": "write the loss of keras.losses and give it to compile",
     "metrics": "write the metric of keras.metrics and give it to compile",
     "app": "write if __name__ == '__main__': main()",
