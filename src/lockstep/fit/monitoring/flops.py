@@ -79,11 +79,7 @@ class FlopCounter(StepHook):
 
 
 def _shapes(batch: Any) -> Any:
-    return jax.tree.map(_shape, batch, is_leaf=is_rows)
-
-
-def _shape(value: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(np.shape(value), value.dtype)
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype), batch, is_leaf=is_rows)
 
 
 def _operations_of_products(jaxpr: Jaxpr, *, is_repeated: bool) -> float:

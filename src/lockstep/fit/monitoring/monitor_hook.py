@@ -188,9 +188,8 @@ class MonitorHook:
 
     def __init__(self) -> None:
         self._counters: WeakKeyDictionary[keras.Model, _StepCounter] = WeakKeyDictionary()
-        # By training function; a NanGuard has it compile another program.
-        self._compiled: WeakKeyDictionary[Any, dict[Any, int]] = WeakKeyDictionary()
-        self._compiled_guarded: WeakKeyDictionary[Any, dict[Any, int]] = WeakKeyDictionary()
+        # By training function, without and with a NanGuard, which has it compile another program.
+        self._compiled: WeakKeyDictionary[Any, tuple[dict[Any, int], dict[Any, int]]] = WeakKeyDictionary()
 
     def around_fit(self, context: FitContext) -> AbstractContextManager[None]:
         """See :class:`lockstep.fit.fit_hooks.FitHook`."""
@@ -208,20 +207,15 @@ class MonitorHook:
         before = counter.count(model.optimizer)  # Now, as a resumed run will restore the optimizer's count.
         run = backup and backup.directory.absolute()
         is_guarded = single_callback(context.callbacks, NanGuard) is not None
-        compiled = self._compiled_guarded if is_guarded else self._compiled
+        windows = (monitor.window for monitor in monitors if isinstance(monitor, ThroughputMonitor))
         timer = StepTimer(
             lambda: context.data.meter.waited,
-            _window(monitors),
-            compiled=lambda model: compiled.setdefault(model.train_function, {}),
+            max(windows, default=_THROUGHPUT_WINDOW),
+            compiled=lambda model: self._compiled.setdefault(model.train_function, ({}, {}))[is_guarded],
         )
         with _monitored(context, monitors, folders, timer, partial(counter.count_from, run, before)):
             yield
         counter.steps, counter.updates = timer.progress.total, steps_done(model.optimizer)
-
-
-def _window(monitors: list[MonitorCallback]) -> int:
-    windows = (monitor.window for monitor in monitors if isinstance(monitor, ThroughputMonitor))
-    return max(windows, default=_THROUGHPUT_WINDOW)
 
 
 @dataclass

@@ -480,8 +480,9 @@ def _scalars(values: Mapping[str, Any]) -> list[Value]:
     """Return the values that are single numbers, except speeds that were not measured."""
     numbers = {name: np.asarray(value) for name, value in jax.device_get(dict(values)).items()}
     wanted = {name: number for name, number in numbers.items() if number.size == 1 and number.dtype.kind not in "OSU"}
-    left_out = [name for name, number in wanted.items() if np.isnan(number) and _is_speed(name)]
-    return [scalar(name, float(number)) for name, number in wanted.items() if name not in left_out]
+    return [
+        scalar(name, float(number)) for name, number in wanted.items() if not (np.isnan(number) and _is_speed(name))
+    ]
 
 
 def _is_speed(name: str) -> bool:
