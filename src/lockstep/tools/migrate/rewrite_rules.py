@@ -428,12 +428,14 @@ def logical_devices(source: SourceText, bindings: ImportBindings) -> Iterator[Ed
         yield _appended(source, strategies[0], f'["gpu:0"], replicas={number}')
 
 
-def memory_limits(source: SourceText, bindings: ImportBindings) -> Iterator[Edit]:
-    """Replace the statements that limit the memory of a GPU by a comment; the strategy keeps all GPUs."""
+def memory_settings(source: SourceText, bindings: ImportBindings) -> Iterator[Edit]:
+    """Replace the statements that set how much memory of a GPU is taken by a comment; the strategy keeps all GPUs."""
     for statement, call in _call_statements(source):
         if bindings.name_of(call.func) in _SET and _is_limit(call):
             text = "pass  # On JAX: export XLA_PYTHON_CLIENT_MEM_FRACTION=0.25, the part of a GPU's memory to take"
             yield source.replaced(statement, text)
+        if bindings.name_of(call.func) == _GROWTH:
+            yield source.replaced(statement, "pass  # On JAX: export XLA_PYTHON_CLIENT_PREALLOCATE=false")
 
 
 def _is_limit(call: ast.Call) -> bool:
@@ -441,13 +443,6 @@ def _is_limit(call: ast.Call) -> bool:
     given = call.args[1] if len(call.args) > 1 else None
     only = given.elts[0] if isinstance(given, ast.List) and len(given.elts) == 1 else None
     return isinstance(only, ast.Call) and bool(only.args or only.keywords)
-
-
-def memory_growth(source: SourceText, bindings: ImportBindings) -> Iterator[Edit]:
-    """Replace ``set_memory_growth`` by a comment with the environment variable of JAX."""
-    for statement, call in _call_statements(source):
-        if bindings.name_of(call.func) == _GROWTH:
-            yield source.replaced(statement, "pass  # On JAX: export XLA_PYTHON_CLIENT_PREALLOCATE=false")
 
 
 def _call_statements(source: SourceText) -> Iterator[tuple[ast.Expr, ast.Call]]:
@@ -535,8 +530,7 @@ def _is_for_one_task(source: SourceText, node: ast.Assign) -> bool:
 def _may_get_task(source: SourceText, function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
     """Return whether a function may set other tasks than the literal one: it has arguments, or several calls, and no literal task."""
     called = [one for one in source.nodes(ast.Call) if isinstance(one.func, ast.Name) and one.func.id == function.name]
-    given = function.args
-    has_arguments = bool(given.posonlyargs or given.args or given.kwonlyargs or given.vararg or given.kwarg)
+    has_arguments = bool(ast.unparse(function.args))
     return (has_arguments or len(called) != 1) and not any(map(_is_task, ast.walk(function)))
 
 

@@ -171,9 +171,8 @@ Rule = Callable[[SourceText, ImportBindings], Iterable[Edit]]
 # Rules that match names of TensorFlow come before names are translated; imports come last, as they depend on the names in use.
 RULES: tuple[Rule, ...] = (
     rewrite_rules.aliases,
-    rewrite_rules.memory_limits,
+    rewrite_rules.memory_settings,
     rewrite_rules.logical_devices,
-    rewrite_rules.memory_growth,
     rewrite_rules.activations,
     rewrite_rules.reductions,
     rewrite_rules.one_device_strategy,
