@@ -59,7 +59,7 @@ class Finding:
     Args:
         name: short and stable, for example ``softmax-from-logits``.
         what: the observation.
-        where: layer, variable, argument or file; "" for the whole program.
+        where: layer, variable, argument or file.
         why: why it matters.
         fix: the remedy.
 
@@ -78,13 +78,10 @@ class Finding:
     @property
     def line(self) -> str:
         """The finding in one line, without a full stop."""
-        where = f" ({self.where})" if self.where else ""
-        return f"{self.name}: {self.what}{where}: {self.why}. {self.fix}"
+        return f"{self.name}: {self.what} ({self.where}): {self.why}. {self.fix}"
 
     def __str__(self) -> str:
-        return (
-            f"{self.name}: {self.what}\n  where  {self.where or 'the whole'}\n  why    {self.why}\n  fix    {self.fix}"
-        )
+        return f"{self.name}: {self.what}\n  where  {self.where}\n  why    {self.why}\n  fix    {self.fix}"
 
 
 @dataclass(frozen=True)

@@ -313,11 +313,8 @@ def measure_steps(functions: StepFunctions, probed: ProbedBatches) -> MeasuredSt
             probe = probes.compile(probed.batches[0])
             return MeasuredSteps(*probe.run(steps), probe.memory)
         train, state = functions.make("train"), copies(trainer.training_state(functions.model, probed.batches[0]))
-
-        def step(state: Any, batch: Any) -> Any:
-            return train(state, iter([batch]))
-
-        return MeasuredSteps(*run_steps(step, state, probed.batches[0], steps), None)
+        timed = run_steps(lambda own, batch: train(own, iter([batch])), state, probed.batches[0], steps)
+        return MeasuredSteps(*timed, None)
     finally:
         restore_random_state(random)
 

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import combinations
 from typing import TextIO
 
@@ -104,7 +105,7 @@ def run_cluster_check(
         own = ClusterMeasurement(workers)
         if index in workers:
             chosen = [devices[worker] for worker in workers]
-            own = _within_limit(lambda w=workers, d=chosen: measure(d, w, index, reduce), workers, seconds)  # type: ignore[misc]
+            own = _within_limit(partial(measure, chosen, workers, index, reduce), workers, seconds)
         every = client.gather(f"workers {workers}", [own.seconds, own.error], timeout_seconds=2 * seconds)
         errors = [f"worker {number}: {every[number][1]}" for number in workers if every[number][1]]
         found.append(ClusterMeasurement(workers, tuple(every[workers[0]][0]), "; ".join(errors) or None))
