@@ -25,17 +25,6 @@ WIDTH, HEIGHT = 460, 270  # of a chart, in its own units; a letter is 12 high
 LEFT, RIGHT, TOP, BOTTOM = 70, 22, 12, 46
 _ROW, _LINE, _LETTER = 26, 18, 6.6  # of a bar, of a line of the legend; width of a letter
 COLORS = 8  # in the style
-STYLE = """
-.chart{--ink:#1b1f24;--faint:#d5d9de;--paper:#fff;--c0:#0b62a8;--c1:#c2500a;--c2:#197a4b;--c3:#9b2a73;--c4:#7a5c00;--c5:#4d5bc9;
---c6:#00777a;--c7:#b3202c;font:12px system-ui,-apple-system,"Segoe UI",Helvetica,Arial,sans-serif;display:block;width:100%;height:auto}
-.chart text{fill:var(--ink)}.chart .grid{stroke:var(--faint)}.chart .axis{stroke:var(--ink)}
-.chart .line{fill:none;stroke-width:2;stroke-linejoin:round}.chart .tip{visibility:hidden;font-weight:600;paint-order:stroke;
-stroke:var(--paper);stroke-width:5px;stroke-linejoin:round;pointer-events:none}
-.chart .point:hover .tip,.chart .point:focus .tip{visibility:visible}.chart .point:focus{outline:none}
-.chart .point:focus .mark{stroke:var(--ink);stroke-width:3}
-"""
-_DARK = "{--ink:#e8eaed;--faint:#3c434b;--paper:#14171a;--c0:#6cb6ff;--c1:#ff9e5e;--c2:#5fd39a;--c3:#f08fcb;--c4:#e2c04c;--c5:#aab4ff;\n--c6:#4fd0d3;--c7:#ff8a8f}"
-STYLE_DARK = f"@media screen and (prefers-color-scheme:dark){{.chart{_DARK}}}\n"
 _DASHES = ("", "6 4", "2 3", "9 3 2 3")
 
 
@@ -483,11 +472,16 @@ td{white-space:nowrap}
 figure th,figure td{padding:.25rem .4rem;font-size:.8rem}
 td:first-child,th:first-child{text-align:left;padding-left:0}code{font-size:.9em}a:focus-visible,.scroll:focus-visible{outline:3px solid
 var(--accent);outline-offset:2px}
-"""
-_STYLE_DARK = """
 @media screen and (prefers-color-scheme:dark){:root{--paper:#14171a;--ink:#e8eaed;--soft:#a6adb5;--faint:#3c434b;--card:#1f242a;--accent:#6cb6ff}}
-"""
-_STYLE_PRINT = """
+.chart{--ink:#1b1f24;--faint:#d5d9de;--paper:#fff;--c0:#0b62a8;--c1:#c2500a;--c2:#197a4b;--c3:#9b2a73;--c4:#7a5c00;--c5:#4d5bc9;
+--c6:#00777a;--c7:#b3202c;font:12px system-ui,-apple-system,"Segoe UI",Helvetica,Arial,sans-serif;display:block;width:100%;height:auto}
+.chart text{fill:var(--ink)}.chart .grid{stroke:var(--faint)}.chart .axis{stroke:var(--ink)}
+.chart .line{fill:none;stroke-width:2;stroke-linejoin:round}.chart .tip{visibility:hidden;font-weight:600;paint-order:stroke;
+stroke:var(--paper);stroke-width:5px;stroke-linejoin:round;pointer-events:none}
+.chart .point:hover .tip,.chart .point:focus .tip{visibility:visible}.chart .point:focus{outline:none}
+.chart .point:focus .mark{stroke:var(--ink);stroke-width:3}
+@media screen and (prefers-color-scheme:dark){.chart{--ink:#e8eaed;--faint:#3c434b;--paper:#14171a;--c0:#6cb6ff;--c1:#ff9e5e;--c2:#5fd39a;--c3:#f08fcb;--c4:#e2c04c;--c5:#aab4ff;
+--c6:#4fd0d3;--c7:#ff8a8f}}
 @media print{:root{color-scheme:light}body{max-width:none;padding:0;font-size:10pt}.figures{display:block}figure,.take,tr{break-inside:avoid}
 figure{margin-bottom:1rem}.chart{max-width:420pt}.scroll{overflow:visible}table{font-size:7.5pt}th,td{padding:.15rem .35rem}}
 """
@@ -522,10 +516,9 @@ def page_of(report: "ScalingReport") -> str:
 
 def html_page(title: str, parts: Sequence[str]) -> str:
     """Return a page of these parts, without external files."""
-    styles = _STYLE + _STYLE_DARK + STYLE + STYLE_DARK + _STYLE_PRINT
     head = (
         '<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width,initial-scale=1">'
-        f"<title>{escape(title)}</title><style>{styles}</style></head><body>"
+        f"<title>{escape(title)}</title><style>{_STYLE}</style></head><body>"
     )
     return "\n".join([head, *parts, "</body></html>\n"])
 
