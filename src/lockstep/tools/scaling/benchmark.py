@@ -274,10 +274,6 @@ def is_higher_better(metric: str, outputs: Sequence[str] = ()) -> bool:
     return not _LOWER_IS_BETTER.search(name) and _HIGHER_IS_BETTER.search(name) is not None
 
 
-def _is_loss(name: str) -> bool:
-    return name == "loss" or name.endswith("_loss")
-
-
 def _strategy_of(model: keras.Model, setting: ScalingSetting) -> Strategy | None:
     """Return the strategy of the model, or a new one; None for plain Keras."""
     if not setting.devices:
@@ -311,7 +307,7 @@ def _train(
             verbose=0,
             return_dict=True,
         )
-        names[:] = [name for name in values if not _is_loss(name)][:1] or ["loss"]
+        names[:] = [name for name in values if name != "loss" and not name.endswith("_loss")][:1] or ["loss"]
         return float(values[names[0]])
 
     metric = evaluate if task.validation else None

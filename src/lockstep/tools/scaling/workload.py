@@ -254,7 +254,8 @@ def _task_of_batches(
 ) -> TrainingTask:
     first = next(source.batches())  # Takes one batch of a generator, which trains on the others.
     notes = [*notes, "the input already has batches; only these are measured"]
-    validation = _unpack(given["validation_data"]) if given.get("validation_data") is not None else None
+    held_out = given.get("validation_data")
+    validation = None if held_out is None else trainer.unpack_x_y_sample_weight(held_out)
     if validation is None:
         notes.append("no validation data, so accuracy is not measured")
     steps = given.get("steps_per_epoch") or source.num_batches
@@ -278,18 +279,13 @@ def _task_of_batches(
 def _validation_of(given: Any, data: Any) -> tuple[Any, list[str], Any]:
     """Return validation data, a note about them, and the data left to train on."""
     if given.get("validation_data") is not None:
-        return _unpack(given["validation_data"]), [], data
+        return trainer.unpack_x_y_sample_weight(given["validation_data"]), [], data
     rows = _count(data)
     fraction = given.get("validation_split") or 0.0
     kept = int(rows * (1 - (fraction or HELD_OUT)))
     held_out = _rows(data, slice(kept, None))
     note = [] if fraction else [f"the last {HELD_OUT:.0%} of the rows are held out for evaluation"]
     return held_out, note, _rows(data, slice(kept))
-
-
-def _unpack(data: Any) -> tuple[Any, Any, Any]:
-    found: tuple[Any, Any, Any] = trainer.unpack_x_y_sample_weight(data)
-    return found
 
 
 def _rows(data: Any, chosen: slice) -> Any:
