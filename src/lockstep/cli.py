@@ -116,24 +116,21 @@ def _add_inspection(commands: "argparse._SubParsersAction[argparse.ArgumentParse
     top.add_argument("directory", metavar="RUN_DIR", help="folder of its BackupAndRestore or its TensorBoard")
     text = "print it once (the default if the output is not a terminal)"
     top.add_argument("--once", action="store_true", help=text)
-    top.add_argument(
-        "--interval", type=float, default=1.0, metavar="S", help="seconds between two updates (default: 1)"
-    )
+    text = "seconds between two updates (default: 1)"
+    top.add_argument("--interval", type=float, default=1.0, metavar="S", help=text)
     top.set_defaults(run=_top)
 
 
 def _add_scale(scale: argparse.ArgumentParser) -> None:
     measuring = scale.add_argument_group("measurement")
-    measuring.add_argument(
-        "--devices", type=_parse_numbers, default=(1, 2), metavar="1,2", help="numbers of devices (default: 1,2)"
-    )
+    text = "numbers of devices (default: 1,2)"
+    measuring.add_argument("--devices", type=_parse_numbers, default=(1, 2), metavar="1,2", help=text)
     text = "global batches (default: 64,128,256,512)"
     measuring.add_argument("--batch", type=_parse_numbers, default=(64, 128, 256, 512), metavar="64,128", help=text)
     measuring.add_argument("--epochs", type=int, default=1, metavar="N", help="epochs of each setting (default: 1)")
     measuring.add_argument("--rows", type=int, metavar="N", help="use at most N rows (default: all)")
-    measuring.add_argument(
-        "--limit", type=float, default=600.0, metavar="S", help="seconds for each setting (default: 600)"
-    )
+    text = "seconds for each setting (default: 600)"
+    measuring.add_argument("--limit", type=float, default=600.0, metavar="S", help=text)
     predicting = scale.add_argument_group("prediction, for up to 1,024 devices")
     text = "between machines: GB/s, or 10GbE, 100GbE, infiniband, nvlink, pcie (default: 100GbE)"
     predicting.add_argument("--bandwidth", type=_parse_number_or_name, default="100GbE", metavar="B", help=text)
@@ -143,9 +140,8 @@ def _add_scale(scale: argparse.ArgumentParser) -> None:
     predicting.add_argument("--devices-per-machine", type=int, metavar="N", help=text)
     scale.add_argument("--html", default="scaling.html", metavar="FILE", help="HTML report (default: scaling.html)")
     scale.add_argument("--json", metavar="FILE", help="write all figures as JSON")
-    scale.add_argument(
-        "script", metavar="SCRIPT", help="a Python program that calls fit; its arguments stand last, after --"
-    )
+    text = "a Python program that calls fit; its arguments stand last, after --"
+    scale.add_argument("script", metavar="SCRIPT", help=text)
 
 
 def _add_plan(plan: argparse.ArgumentParser) -> None:
@@ -165,9 +161,8 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
     plan.add_argument("--no-search", dest="search", action="store_false", help="do not search for the largest batch")
     text = "seconds for each target and strategy (default: 1800)"
     plan.add_argument("--limit", type=float, default=1800.0, metavar="S", help=text)
-    plan.add_argument(
-        "--memory", type=float, metavar="GB", help="memory limit for each target and strategy (default: none)"
-    )
+    text = "memory limit for each target and strategy (default: none)"
+    plan.add_argument("--memory", type=float, metavar="GB", help=text)
     text = "compilers that run at once (default: from cores and memory)"
     plan.add_argument("--jobs", type=int, metavar="N", help=text)
     text = "measure steps on the devices of this machine, compare, and keep the ratio for later plans"
@@ -481,40 +476,18 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``lockstep run``; all words after the script are arguments of the script."""
     _add_workers(parser.add_argument_group("workers"))
     lifetime = parser.add_argument_group("restarts and limits")
-    _add(
-        lifetime,
-        "--max-restarts",
-        type=int,
-        default=0,
-        metavar="K",
-        help="restart all when one fails; with --servers also a lost worker alone (default: 0)",
-    )
+    text = "restart all when one fails; with --servers also a lost worker alone (default: 0)"
+    _add(lifetime, "--max-restarts", type=int, default=0, metavar="K", help=text)
     _add(lifetime, "--timeout", type=float, metavar="S", help="limit for the whole run in seconds (default: none)")
-    _add(
-        lifetime,
-        "--grace",
-        type=float,
-        default=30.0,
-        metavar="S",
-        help="seconds to exit in after SIGTERM (default: 30)",
-    )
+    text = "seconds to exit in after SIGTERM (default: 30)"
+    _add(lifetime, "--grace", type=float, default=30.0, metavar="S", help=text)
     output = parser.add_argument_group("output")
     _add(output, "--log-dir", type=Path, metavar="D", help="write the output of worker 0 to D/worker-0.log, and so on")
     _add(output, "--tee", action="store_true", help="with --log-dir: also print the output")
-    _add(
-        parser,
-        "--allocator",
-        choices=ALLOCATORS,
-        default="auto",
-        help="memory allocator, for CPUs (default: auto, the fastest available)",
-    )
-    _add(
-        parser,
-        "--print",
-        choices=tuple(JOB_SCRIPTS),
-        dest="printer",
-        help="print a job script for a scheduler and run nothing",
-    )
+    text = "memory allocator, for CPUs (default: auto, the fastest available)"
+    _add(parser, "--allocator", choices=ALLOCATORS, default="auto", help=text)
+    text = "print a job script for a scheduler and run nothing"
+    _add(parser, "--print", choices=tuple(JOB_SCRIPTS), dest="printer", help=text)
     text = "with --print: image of the containers; for slurm, Pyxis starts them"
     _add(parser, "--container-image", metavar="IMAGE", help=text)
     text = "with --print slurm and --container-image: further mounts for Pyxis"
