@@ -241,10 +241,8 @@ def sample_rows(array: Any, max_values: int) -> tuple[np.ndarray, str]:
     """
     every = sampling_stride(array, max_values)
     found = np.asarray(array[::every])
-    return (
-        found,
-        f"all {len(array):,} rows" if every == 1 else f"{len(found):,} of {len(array):,} rows, evenly spread",
-    )
+    which = f"all {len(array):,} rows" if every == 1 else f"{len(found):,} of {len(array):,} rows, evenly spread"
+    return found, which
 
 
 def sampling_stride(array: Any, max_values: int) -> int:

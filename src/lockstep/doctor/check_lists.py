@@ -166,20 +166,16 @@ def examine(call: FitCall, functions: StepFunctions, fit_wrapper: FitWrapper, en
         raise ModelError(f"doctor: model {model.name!r} is not compiled. Fix: compile it first.")
     call = replace(call, max_values=_MAX_VALUES)
     data = call.x, call.y, call.sample_weight
-    batches = read_batches(
-        fit_wrapper.open_preview(model, data, **{name: call.arguments.get(name) for name in _OPTIONS})
-    )
+    options = {name: call.arguments.get(name) for name in _OPTIONS}
+    batches = read_batches(fit_wrapper.open_preview(model, data, **options))
     found = call_findings(call, batches.batches[0] if batches.batches else None)
     try:
         of_steps, lines, left_out = _check_steps(call, functions, batches)
     except Exception as error:
         if not found:
             raise
-        of_steps, lines, left_out = (
-            [],
-            [],
-            [f"training steps: the first one fails: {summary_of(error).splitlines()[0]}"],
-        )
+        reason = f"training steps: the first one fails: {summary_of(error).splitlines()[0]}"
+        of_steps, lines, left_out = [], [], [reason]
     found += of_steps + [finding for check in PROCESS_CHECKS for finding in check(call, environ)]
     return Report(tuple(found), (*_describe_checked(call, batches), *lines), tuple(left_out))
 
@@ -200,11 +196,8 @@ def _check_steps(
 ) -> tuple[list[Finding], list[str], list[str]]:
     """Return findings of training steps, what was checked, and what was left out."""
     if not batches.batches or not call.model.built:
-        reason = (
-            "the input has no batch"
-            if not batches.batches
-            else "the model has no weights yet: begin it with keras.Input"
-        )
+        unbuilt = "the model has no weights yet: begin it with keras.Input"
+        reason = unbuilt if batches.batches else "the input has no batch"
         return list(check_memory(call)), [], [f"steps, their memory and their wait for data: {reason}"]
     steps = measure_steps(functions, batches)
     size = (batches.batches_per_pass or 0, bytes_of_data(batches.batches[0]))

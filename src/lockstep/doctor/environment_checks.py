@@ -252,11 +252,8 @@ def peers_of(membership: Membership) -> list[ClusterPeer]:
             address = spec.task_address(job, index)
             first = address == group.coordinator if group else job == "chief"
             listens = job in ("chief", "ps") if has_servers else first
-            found.append(
-                ClusterPeer(
-                    f"{job} {index}", address, (job, index) == (membership.task_type, membership.task_id), listens
-                )
-            )
+            is_own = (job, index) == (membership.task_type, membership.task_id)
+            found.append(ClusterPeer(f"{job} {index}", address, is_own, listens))
     return found
 
 

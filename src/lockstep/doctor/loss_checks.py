@@ -79,11 +79,8 @@ def classification_outputs(call: FitCall) -> list[ClassificationOutput]:
         pick = functools.partial(_part_of_output, number=number, outputs=outputs)
         loss = _cross_entropy(pick(model.loss, is_shared=True))
         if loss is not None:
-            found.append(
-                ClassificationOutput(
-                    output, loss, array_in_memory(pick(call.y)), array_in_memory(pick(call.sample_weight))
-                )
-            )
+            labels, weights = (array_in_memory(pick(part)) for part in (call.y, call.sample_weight))
+            found.append(ClassificationOutput(output, loss, labels, weights))
     return found
 
 
