@@ -166,14 +166,14 @@ def _end_process(finish: Callable[[], int]) -> NoReturn:
 
 # Variables of JAX that change numbers, or the devices.
 _OF_NUMBERS = (
-    *(
-        "JAX_DEFAULT_MATMUL_PRECISION",
-        "JAX_DEFAULT_PRNG_IMPL",
-        "JAX_DISABLE_JIT",
-        "JAX_ENABLE_X64",
-        "JAX_NUMPY_DTYPE_PROMOTION",
-    ),
-    *("JAX_NUM_CPU_DEVICES", "JAX_PLATFORMS", "JAX_THREEFRY_PARTITIONABLE"),
+    "JAX_DEFAULT_MATMUL_PRECISION",
+    "JAX_DEFAULT_PRNG_IMPL",
+    "JAX_DISABLE_JIT",
+    "JAX_ENABLE_X64",
+    "JAX_NUMPY_DTYPE_PROMOTION",
+    "JAX_NUM_CPU_DEVICES",
+    "JAX_PLATFORMS",
+    "JAX_THREEFRY_PARTITIONABLE",
 )
 _GPU_PLATFORMS = {"cuda": "gpu", "rocm": "gpu"}  # Names in JAX_PLATFORMS whose backend has another name.
 _TRUE = ("1", "on", "t", "true", "y", "yes")

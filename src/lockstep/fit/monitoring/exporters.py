@@ -211,11 +211,9 @@ class _StatusServer:
             try:
                 connection.request("POST", parts.path, json.dumps(update, allow_nan=False), headers)
                 response = connection.getresponse()
-                return (
-                    None
-                    if response.status == 200
-                    else f"{response.status} {response.read(500).decode(errors='replace')}"
-                )
+                if response.status == 200:
+                    return None
+                return f"{response.status} {response.read(500).decode(errors='replace')}"
             finally:
                 connection.close()
         except (OSError, HTTPException, ValueError) as error:

@@ -583,11 +583,8 @@ def _recommend(rows: Sequence[PlanRow]) -> list[str]:
     for row in timed:
         others = [one for one in timed if (one.target, one.batch) == (row.target, row.batch)]
         if row is max(others, key=lambda one: one.rows_per_second or 0.0) and row.strategy != "replicated":
-            whole = next(
-                (one for one in rows if (one.target, one.batch, one.strategy) == (row.target, row.batch, "replicated")),
-                None,
-            )
-            if whole is not None and whole.fits is False:
+            whole = (row.target, row.batch, "replicated")
+            if any(one.fits is False for one in rows if (one.target, one.batch, one.strategy) == whole):
                 sentences.append(
                     f"On {row.target} with batch {row.batch:,} the model fits only sharded: take {row.strategy}."
                 )

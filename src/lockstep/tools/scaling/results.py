@@ -430,11 +430,8 @@ def _compare_devices(chosen: ScalingRow, rows: Sequence[ScalingRow]) -> list[str
     if one is None or most is one:
         return []
     ratio = one.epoch / most.epoch
-    unsure = (
-        ""
-        if abs(ratio - 1) > one.spread + most.spread
-        else " The difference is within the spread of the blocks: measure on a quiet machine."
-    )
+    is_clear = abs(ratio - 1) > one.spread + most.spread
+    unsure = "" if is_clear else " The difference is within the spread of the blocks: measure on a quiet machine."
     if ratio > 1:
         text = f"{most.setting.devices} devices are {ratio:.2f} times as fast as one at this batch"
         return [f"{text}, an efficiency of {ratio / most.setting.devices:.0%}: {_describe_shares(most)}.{unsure}"]
