@@ -267,8 +267,7 @@ def _throughput(rows: Sequence[ScalingRow]) -> Figure:
     y = Axis("rows/s", ticks_of([row.rows_per_second for row in rows]))
     lines = tuple(
         (
-            str(row.setting.devices),
-            str(row.setting.batch),
+            *row.setting.cells,
             f"{row.rows_per_second:,.0f}",
             f"{1e3 * row.step:.3g}",
             f"{1e3 * row.low:.3g} – {1e3 * row.high:.3g}",
@@ -299,13 +298,7 @@ def _efficiency(rows: Sequence[ScalingRow], *, is_weak: bool) -> Figure | None:
     title = "Weak scaling: same batch on each device" if is_weak else "Strong scaling: same global batch"
     text = "Rows per second, divided by those of one device and by the number of devices. 100 % is ideal."
     lines = tuple(
-        (
-            str(row.setting.devices),
-            str(row.setting.batch),
-            f"{row.per_device:g}",
-            format_ratio(value),
-            f"{efficiency:.0%}",
-        )
+        (*row.setting.cells, f"{row.per_device:g}", format_ratio(value), f"{efficiency:.0%}")
         for row, value, efficiency in known
     )
     columns = ("devices", "global batch", "a device", "speed-up", "efficiency")
@@ -320,7 +313,7 @@ def _shares(rows: Sequence[ScalingRow]) -> Figure:
         texts = [f"{part:.0%}, {format_seconds(part * row.step)}" for part in parts]
         bars.append(Bar(name, list(zip(parts, texts, strict=True))))
         shown = [f"{part:.0%}" for part in parts]
-        lines.append((str(row.setting.devices or "Keras"), str(row.setting.batch), format_seconds(row.step), *shown))
+        lines.append((*row.setting.cells, format_seconds(row.step), *shown))
     text = (
         "Devices × global batch. Compute: the compiled step alone, repeated on one batch, less the all-reduce. Communication: an all-reduce of arrays "
         "like the gradients alone. Input: the time that devices wait for batches. Host: the rest of a step within fit."
@@ -359,10 +352,7 @@ def _metric(table: ScalingTable, rows: Sequence[ScalingRow], *, by_rows: bool) -
         f"On validation data; evaluation is not timed. Settings are compared after equal {'rows' if by_rows else 'time'}: {equal}, the smallest "
         "total of all settings."
     )
-    lines = tuple(
-        (str(row.setting.devices), str(row.setting.batch), format_number(row.at_rows if by_rows else row.at_time))
-        for row in rows
-    )
+    lines = tuple((*row.setting.cells, format_number(row.at_rows if by_rows else row.at_time)) for row in rows)
     columns = ("devices", "global batch", f"{name} after {equal}")
     title = f"{name} by {'rows' if by_rows else 'time'}"
     return Figure(line_chart(title[0].upper() + title[1:], x, y, series), text, columns, lines)
@@ -437,13 +427,7 @@ def _checked(prediction: Prediction) -> Figure:
         f"The same formula on the measured settings. {prediction.error}. Expect at least this error in the prediction."
     )
     lines = tuple(
-        (
-            str(row.setting.devices),
-            str(row.setting.batch),
-            format_seconds(row.step),
-            format_seconds(found),
-            f"{error:+.0%}",
-        )
+        (*row.setting.cells, format_seconds(row.step), format_seconds(found), f"{error:+.0%}")
         for row, found, error in prediction.checks
     )
     return Figure(chart, text, ("devices", "global batch", "measured", "predicted", "error"), lines)

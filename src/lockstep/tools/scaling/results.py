@@ -32,6 +32,11 @@ class ScalingSetting:
         what = "plain Keras" if not self.devices else counted(self.devices, "device")
         return f"{what}, batch {self.batch}"
 
+    @property
+    def cells(self) -> tuple[str, str]:
+        """Number of devices and batch size, for a table."""
+        return str(self.devices or "Keras"), str(self.batch)
+
 
 @dataclass(frozen=True)
 class Budget:

@@ -72,8 +72,7 @@ def _results_table(table: ScalingTable) -> RichTable:
 def _cells(row: ScalingRow, table: ScalingTable) -> list[str]:
     values = [format_number(row.at_rows), format_number(row.at_time)] if table.metric else []
     return [
-        str(row.setting.devices or "Keras"),
-        str(row.setting.batch),
+        *row.setting.cells,
         f"{1e3 * row.step:.3g} ± {row.spread:.0%}",
         f"{row.epoch:.3g}",
         f"{row.rows_per_second:,.0f}",
@@ -93,9 +92,7 @@ def _shares_table(table: ScalingTable) -> RichTable:
         rendered.add_column(name, justify="right")
     for row in table.rows:
         parts = [f"{part / row.step:.0%}" for part in asdict(row.shares).values()]
-        rendered.add_row(
-            str(row.setting.devices or "Keras"), str(row.setting.batch), *parts, format_memory(row.measured.memory)
-        )
+        rendered.add_row(*row.setting.cells, *parts, format_memory(row.measured.memory))
     return rendered
 
 
