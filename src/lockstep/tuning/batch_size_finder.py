@@ -98,11 +98,9 @@ class BatchSizes:
 
     def _sentences(self) -> list[str]:
         estimate = "Memory is an estimate: that of the default executor's program. " if self.is_estimate else ""
-        room = (
-            "the memory of the devices is unknown"
-            if self.available_bytes is None
-            else f"{size_text(self.available_bytes)} may be used"
-        )
+        room = "the memory of the devices is unknown"
+        if self.available_bytes is not None:
+            room = f"{size_text(self.available_bytes)} may be used"
         reach = ", all rows of x" if self.is_all else ""
         return [
             f"{estimate}Largest that fits: {self.largest:,}{reach} ({room}). Fastest: {self.fastest:,}.",
@@ -325,10 +323,8 @@ def _reason(error: jax.errors.JaxRuntimeError) -> str:
 
 def _least(process_group: ProcessGroup, available: int | None) -> int | None:
     """Return the memory of the process with the least; None if unknown."""
-    return min(
-        (own for own in process_group.all_gather("batch_size_finder: memory", available) if own is not None),
-        default=None,
-    )
+    found = process_group.all_gather("batch_size_finder: memory", available)
+    return min((own for own in found if own is not None), default=None)
 
 
 def _make_probes(model: keras.Model, strategy: Strategy | None) -> StrategyProbes | KerasProbes:

@@ -24,7 +24,7 @@ from lockstep._atomic_files import open_own, open_to_read
 from lockstep._errors import OptionError, file_path, flag, shown, summary_of, whole_number
 from lockstep._keras import trainer
 from lockstep.execution.step_hooks import StepHook
-from lockstep.fit.monitoring.step_timer import NAMES, Attachment, MonitorCallback, StepTimer
+from lockstep.fit.monitoring.step_timer import NAMES, Attachment, MonitorCallback
 
 BUCKETS = 30  # of a histogram, as in TensorFlow
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5  # wire types
@@ -312,7 +312,7 @@ class _FitRecorder(StepHook):
     """Writes the event files of one call of ``fit``."""
 
     def __init__(self, options: TensorBoard, attachment: Attachment) -> None:
-        self._options, self._attachment = options, attachment
+        self._options, self._attachment, self._timer = options, attachment, attachment.timer
         self._files: dict[str, EventFile] = {}
         self._known: dict[str, dict[str, int]] = {}
         self._is_open = self._has_failed = False
@@ -328,10 +328,6 @@ class _FitRecorder(StepHook):
     def step(self) -> int:
         """Number of training steps so far, over all calls of ``fit``."""
         return self._timer.progress.total
-
-    @property
-    def _timer(self) -> StepTimer:
-        return self._attachment.timer
 
     def open(self, model: keras.Model) -> None:
         """Start when training begins; if a run is resumed, steps that it has written are not written again."""
