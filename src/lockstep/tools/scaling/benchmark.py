@@ -250,7 +250,7 @@ def measure(first: FirstFit, setting: ScalingSetting, budget: Budget) -> Setting
     return SettingResult(
         setting=replace(setting, batch=task.batch),
         has_own_batches=task.has_own_batches,
-        rows_per_epoch=task.batch * (task.steps_per_epoch or timer.steps // task.epochs),
+        rows_per_epoch=task.batch * (task.steps_per_epoch or timer.steps // budget.epochs),
         blocks=tuple(seconds / count for seconds, count in zip(timer.seconds, timer.lengths, strict=True)),
         bare=_bare_step(first.model, task, strategy),
         taking=sum(timer.input_times) / steps if strategy else None,
@@ -312,7 +312,7 @@ def _train(
 
     metric = evaluate if task.validation else None
     before = metric() if metric else None  # Compiles the evaluation and creates its input.
-    steps = task.steps_per_epoch and task.steps_per_epoch * task.epochs
+    steps = task.steps_per_epoch and task.steps_per_epoch * budget.epochs
     timer = BlockTimer(
         steps, _SHARE_OF_LIMIT * budget.limit, metric, _input_seconds(meters), before, task.steps_per_epoch
     )
@@ -320,7 +320,7 @@ def _train(
         x, y, weights = task.data
         # A strategy that has just adopted the model has replaced its fit; a fit of its own class has run up to here.
         fit = model.fit if "fit" in vars(model) and not trainer.has_own(model, "fit") else first.fit
-        fit(x, y, sample_weight=weights, epochs=task.epochs, verbose=0, **task.options)
+        fit(x, y, sample_weight=weights, epochs=budget.epochs, verbose=0, **task.options)
     return timer, names[0] if names else None
 
 

@@ -182,7 +182,6 @@ class TrainingTask:
         options: further arguments of ``fit``.
         batch: rows of a batch.
         steps_per_epoch: None if unknown.
-        epochs: passes over the data.
         has_own_batches: whether the input has batches already, so that ``batch`` cannot be chosen.
         notes: differences from the call in the script.
     """
@@ -194,7 +193,6 @@ class TrainingTask:
     options: dict[str, Any]
     batch: int
     steps_per_epoch: int | None
-    epochs: int
     has_own_batches: bool
     notes: tuple[str, ...]
 
@@ -217,7 +215,7 @@ def training_task(first: FirstFit, batch: int, budget: Budget) -> TrainingTask:
     return _task_of_arrays(data, given, options, batch, budget, notes)
 
 
-def _source(data: Any, given: Any, batch: int | None) -> InputSource:
+def _source(data: Any, given: Any, batch: int) -> InputSource:
     steps, weights = given.get("steps_per_epoch"), given.get("class_weight")
     return make_source(*data, batch_size=batch, steps_per_epoch=steps, class_weight=weights)
 
@@ -243,7 +241,6 @@ def _task_of_arrays(data: Any, given: Any, options: Any, batch: int, budget: Bud
         options=options | {"batch_size": batch},
         batch=batch,
         steps_per_epoch=steps,
-        epochs=budget.epochs,
         has_own_batches=False,
         notes=(*notes, *note),
     )
@@ -270,7 +267,6 @@ def _task_of_batches(
         options=options,
         batch=_count(first),
         steps_per_epoch=steps,
-        epochs=budget.epochs,
         has_own_batches=True,
         notes=tuple(notes),
     )
