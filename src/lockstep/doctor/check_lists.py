@@ -164,7 +164,6 @@ def examine(call: FitCall, functions: StepFunctions, fit_wrapper: FitWrapper, en
     model = call.model
     if not model.compiled:
         raise ModelError(f"doctor: model {model.name!r} is not compiled. Fix: compile it first.")
-    call = replace(call, max_values=_MAX_VALUES)
     data = call.x, call.y, call.sample_weight
     options = {name: call.arguments.get(name) for name in _OPTIONS}
     batches = read_batches(fit_wrapper.open_preview(model, data, **options))
