@@ -4,8 +4,9 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import pairwise
 from typing import Any, TypeGuard
+
+import numpy as np
 
 from lockstep._errors import OptionError, seconds, sequence_of, shown, whole_number
 from lockstep._logging import counted
@@ -339,13 +340,10 @@ def shares_of(step: float, bare: float, all_reduce: float, taking: float) -> Sha
 
 def value_at(curve: Sequence[CurvePoint], place: float, *, by_rows: bool) -> float | None:
     """Return the metric at a number of rows or seconds, by linear interpolation; None outside of the curve."""
-    points = [(point.rows if by_rows else point.seconds, point.value) for point in curve]
-    if not points or not points[0][0] <= place <= points[-1][0]:
+    places = [point.rows if by_rows else point.seconds for point in curve]
+    if not places or not places[0] <= place <= places[-1]:
         return None
-    for (x, value), (next_x, next_value) in pairwise(points):
-        if x <= place <= next_x and next_x > x:
-            return value + (next_value - value) * (place - x) / (next_x - x)
-    return points[-1][1]
+    return float(np.interp(place, places, [point.value for point in curve]))
 
 
 TOLERANCE = 0.005  # absolute, if higher is better; else RELATIVE of the best
