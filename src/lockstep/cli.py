@@ -9,7 +9,6 @@ import json
 import os
 import shlex
 import sys
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -279,20 +278,14 @@ def _test(options: argparse.Namespace) -> int:
 def _doctor(options: argparse.Namespace) -> int:
     os.environ.setdefault("KERAS_BACKEND", "jax")
     from lockstep.doctor.base import Report
-    from lockstep.tools.doctor_command import examine_script, look_at_cluster
+    from lockstep.tools.doctor_command import examine_script, look_at_cluster, tell_report
 
     def tell(run: Callable[[], Report]) -> int:
-        try:
-            report = run()
-        except LockstepError as error:
-            print(f"lockstep doctor: {error}", file=sys.stderr)
-            return 2
-        except Exception:
-            traceback.print_exc()
-            print(f"lockstep doctor: {options.script} failed before or in its first fit.", file=sys.stderr)
-            return 2
+        failure = f"{options.script} failed before or in its first fit."
+        return tell_report(run, "lockstep doctor", failure, show)
+
+    def show(report: Report) -> None:
         print(json.dumps(report.as_dict(), indent=2) if options.json else report)
-        return 1 if report.findings else 0
 
     def run() -> Report:
         network, variables = look_at_cluster(os.environ)

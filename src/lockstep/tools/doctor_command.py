@@ -3,6 +3,7 @@
 import contextlib
 import os
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -11,6 +12,7 @@ from weakref import WeakKeyDictionary
 import jax
 import keras
 
+from lockstep._errors import LockstepError
 from lockstep._keras import trainer
 from lockstep._keras.patches import OBSERVE_COMPILE
 from lockstep.cluster_resolver import RESOLVERS, resolve
@@ -48,6 +50,19 @@ def look_at_cluster(environ: Mapping[str, str]) -> tuple[Report, tuple[str, ...]
 
 
 Tell = Callable[[Callable[[], Report]], int]  # prints what the function returns or raises, and returns the exit code
+
+
+def tell_report(run: Callable[[], Report], command: str, failure: str, show: Callable[[Report], None]) -> int:
+    """Show the report that ``run`` returns, or why there is none: an error of Lockstep, or ``failure``; return the exit code."""
+    try:
+        report = run()
+    except Exception as error:
+        if not isinstance(error, LockstepError):
+            traceback.print_exc()
+        sys.stderr.write(f"{command}: {error if isinstance(error, LockstepError) else failure}\n")
+        return 2
+    show(report)
+    return 1 if report.findings else 0
 
 
 def examine_script(

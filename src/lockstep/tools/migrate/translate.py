@@ -9,7 +9,6 @@ import json
 import os
 import sys
 import tempfile
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -18,9 +17,9 @@ from itertools import takewhile
 from pathlib import Path
 
 from lockstep._atomic_files import replace_file
-from lockstep._errors import LockstepError, OptionError
+from lockstep._errors import OptionError
 from lockstep.doctor.base import Report
-from lockstep.tools.doctor_command import Tell, examine_script
+from lockstep.tools.doctor_command import Tell, examine_script, tell_report
 from lockstep.tools.env import environment_set
 from lockstep.tools.migrate import rewrite_rules, source
 from lockstep.tools.migrate.incompatibilities import find_incompatibilities
@@ -358,17 +357,11 @@ def _check(translations: Sequence[Translation], least: int) -> int:
         return least
 
     def tell(run: Callable[[], Report]) -> int:
-        try:
-            report = run()
-        except LockstepError as error:
-            print(f"lockstep migrate --check: {error}", file=sys.stderr)
-            return 2
-        except Exception:
-            traceback.print_exc()
-            print(f"lockstep migrate --check: {script.path} failed before its first fit.", file=sys.stderr)
-            return 2
+        failure = f"{script.path} failed before its first fit."
+        return max(least, tell_report(run, "lockstep migrate --check", failure, show))
+
+    def show(report: Report) -> None:
         print(f"{script.path} reaches its first fit. {report}", file=sys.stderr)
-        return max(least, 1 if report.findings else 0)
 
     return tell(lambda: _examine(translations, script, tell))
 
