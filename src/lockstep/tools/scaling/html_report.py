@@ -513,19 +513,8 @@ def bulleted(sentences: Sequence[str]) -> str:
 
 
 def _settings_table(table: ScalingTable) -> str:
-    columns = [
-        "devices",
-        "global batch",
-        "a device",
-        "ms a step",
-        "±",
-        "s an epoch",
-        "rows/s",
-        "strong",
-        "efficiency",
-        "weak",
-        "efficiency",
-    ]
+    columns = ["devices", "global batch", "a device", "ms a step", "±", "s an epoch", "rows/s"]
+    columns += ["strong", "efficiency", "weak", "efficiency"]
     if table.metric:
         columns += [f"{table.metric} after {table.equal_rows:,} rows", f"after {format_seconds(table.equal_seconds)}"]
     lines = [_cells(row, with_metric=bool(table.metric)) for row in table.rows]
