@@ -98,7 +98,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_inspection(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add the commands that inspect a script or a run."""
     text = "find what makes a script's training wrong or slow without an error"
     doctor = commands.add_parser("doctor", help=text)
     doctor.add_argument("--json", action="store_true", help="print one JSON object and nothing else")

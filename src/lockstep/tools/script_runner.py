@@ -304,7 +304,6 @@ def _resident_bytes(process: int) -> int:
 
 
 def _describe_exit(code: int, output: str) -> str:
-    """Describe why a child ended without a result."""
     last = next((line.strip() for line in reversed(output.splitlines()) if line.strip()), "no output")[:300]
     if code == -signal.SIGKILL:
         return "The process was killed (SIGKILL), usually because memory ran out."

@@ -454,7 +454,6 @@ def _loads_keras(node: ast.AST) -> bool:
 
 
 def _need_tensorflow(imports: Iterable[ImportNode]) -> bool:
-    """Return whether one of the imports is of TensorFlow."""
     modules = [module for node in imports for module in _modules_of(node)]
     return any(module.partition(".")[0] == "tensorflow" for module in modules)
 
@@ -538,5 +537,4 @@ def _imports_of_alias(alias: ast.alias, used: set[str]) -> list[ImportNode]:
 
 
 def _bound_names(imports: Iterable[ImportNode]) -> set[str]:
-    """Return the names that imports bind."""
     return {alias.asname or alias.name.partition(".")[0] for node in imports for alias in node.names}

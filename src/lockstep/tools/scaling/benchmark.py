@@ -440,7 +440,6 @@ def measure_workload(
 
 
 def _reason_of(error: Exception) -> str:
-    """Describe an error in one line."""
     if "RESOURCE_EXHAUSTED" in str(error) or isinstance(error, MemoryError):
         return f"out of memory: {cause_of(error)[:300]}"
     return str(error) if isinstance(error, LockstepError) else f"{type(error).__name__}: {cause_of(error)[:300]}"

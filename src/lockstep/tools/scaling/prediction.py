@@ -94,7 +94,6 @@ def model_of(rows: Sequence[ScalingRow]) -> StepModel | None:
 
 
 def _fitted(columns: Sequence[np.ndarray], values: Sequence[float], weights: np.ndarray) -> Coefficients:
-    """Fit non-negative coefficients of columns."""
     table = np.stack(columns, axis=1)
     a, u, v, w = map(float, nonnegative_least_squares(table * weights[:, None], np.array(values) * weights))
     return a, u, v, w
