@@ -262,10 +262,9 @@ class _Updates:
             self._thread.join(_MAX_WAIT_SECONDS)
 
     def _run(self) -> None:
-        has_ended = False
-        while not has_ended:
+        self._send()
+        while not self._has_ended.wait(_INTERVAL):
             self._send()
-            has_ended = self._has_ended.wait(_INTERVAL)
         self._send()
 
     def _send(self) -> None:

@@ -93,10 +93,9 @@ class StatusWriter:
         self._write(state, summary_of(error) if error else None)
 
     def _run(self) -> None:
-        while True:
+        self._write("running", None)
+        while not self._has_ended.wait(_INTERVAL):
             self._write("running", None)
-            if self._has_ended.wait(_INTERVAL):
-                return
 
     def _write(self, state: str, reason: str | None) -> None:
         text = json.dumps(self._status(state, reason), allow_nan=False)
