@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from typing import Any
@@ -108,10 +107,6 @@ class ReplicaContext:
             leaves = [leaf.astype(dtype_of_mean(leaf.dtype)) for leaf in leaves]
         found = self._reduced(op, leaves, structure=structure)
         return jax.tree.unflatten(structure, [x.astype(dtype) for x, dtype in zip(found, dtypes, strict=True)])
-
-    def _sum_of_state(self, leaves: list[Any]) -> list[Any]:
-        """Return sums over the replicas in the dtypes of the arrays, whichever operation adds gradients."""
-        return self._reduced(ReduceOp.SUM, leaves, ops=AutoAllReduce())
 
     def _reduced(
         self,
@@ -309,8 +304,8 @@ def dtype_of_mean(dtype: Any) -> Any:
 
 @contextmanager
 def models_on_replica() -> Iterator[None]:
-    """Replace ``stateless_call`` of all models by :class:`_CallOnReplica` while a replica is traced, also of those made outside a scope."""
-    with dispatch_lock, patched(CALL_ON_REPLICA, [(keras.Model, "stateless_call", _stateless_call_on_replica)]):
+    """Replace ``stateless_call`` of all models by :func:`_call_on_replica` while a replica is traced, also of those made outside a scope."""
+    with dispatch_lock, patched(CALL_ON_REPLICA, [(keras.Model, "stateless_call", _call_on_replica)]):
         yield
 
 
@@ -318,68 +313,60 @@ def models_on_replica() -> Iterator[None]:
 _stateless_call = keras.Model.stateless_call
 
 
-def _stateless_call_on_replica(model: keras.Model, *args: Any, **kwargs: Any) -> Any:
-    return _CallOnReplica(model, partial(_stateless_call, model))(*args, **kwargs)
-
-
-@dataclass(frozen=True)
-class _CallOnReplica:
-    """``model.stateless_call`` for a replica, based on the model's ``original`` one.
+def _call_on_replica(
+    model: keras.Model, trainable: Any, non_trainable: Any, *args: Any, return_losses: bool = False, **kwargs: Any
+) -> Any:
+    """``model.stateless_call`` for a replica.
 
     Seeds differ from replica to replica, and the non-trainable values that it returns are those that ``fit`` would keep: averages
     by rows, sums of changes, the seeds of replica 0. Where ``fit`` would need the global batch, it is refused. On a replica without
     rows, the outputs have no gradient and losses over rows are 0; regularization losses of weights are the same on each replica.
     """
+    original = partial(_stateless_call, model)
+    if (context := current_replica()) is None:  # In a merge call, or in another thread.
+        return original(trainable, non_trainable, *args, return_losses=return_losses, **kwargs)
+    replica = context.replica_id_in_sync_group
+    found = [leaf.shape[0] for leaf in jax.tree.leaves((args, kwargs)) if is_array(leaf) and leaf.ndim]
+    rows = next((length for length in found if length in context.lengths), found[0])  # Not that of a shared array.
+    values = list(trainable), list(non_trainable)
+    merges, no_proof = _state_merges(
+        context, ModelCall.from_arguments(model, original, *values, (args, kwargs), return_losses, rows)
+    )
+    own = with_replica_seeds(non_trainable, merges, replica)
+    outputs, state, *losses = original(trainable, own, *args, return_losses=return_losses, **kwargs)
+    if not rows:  # A mean over no rows is NaN, and so would be its gradient.
+        zero = _zero_of((trainable, args, kwargs))
+        outputs = map_in_order(lambda leaf: copy_keras_mask(leaf, _constant(leaf, zero)), outputs)
+        losses = [_zero_row_losses(model, own_losses, zero) for own_losses in losses]
+    changed = [i for i, (new, old) in enumerate(zip(state, own, strict=True)) if new is not old]
+    if not changed:
+        return outputs, list(non_trainable), *losses
+    if no_proof and any(reason_for_proof(model, model.non_trainable_variables[i]) for i in changed):
+        raise ModelError(
+            f"strategy.run: model {model.name!r} keeps values that differ between replicas: {no_proof}. Fix: make the variable with "
+            "add_weight(…, aggregation='sum') or 'only_first_replica', or 'mean' for floating-point numbers; or use fit, which runs "
+            "such a model on the global batch."
+        )
+    shares = [_share(jnp.asarray(state[i]), own[i], merges[i], replica, rows) for i in changed]
+    # In the dtypes of the arrays, whichever operation adds gradients.
+    *sums, total = context._reduced(ReduceOp.SUM, [*shares, jnp.float32(rows)], ops=AutoAllReduce())
+    merged = list(non_trainable)
+    for position, value in zip(changed, sums, strict=True):
+        merged[position] = _merged(value, non_trainable[position], merges[position], total)
+    return outputs, merged, *losses
 
-    model: keras.Model
-    original: Callable[..., Any]
 
-    def __call__(
-        self, trainable: Any, non_trainable: Any, *args: Any, return_losses: bool = False, **kwargs: Any
-    ) -> Any:
-        """See ``keras.Layer.stateless_call``."""
-        original = partial(self.original, return_losses=return_losses)
-        if (context := current_replica()) is None:  # In a merge call, or in another thread.
-            return original(trainable, non_trainable, *args, **kwargs)
-        replica = context.replica_id_in_sync_group
-        found = [leaf.shape[0] for leaf in jax.tree.leaves((args, kwargs)) if is_array(leaf) and leaf.ndim]
-        rows = next((length for length in found if length in context.lengths), found[0])  # Not that of a shared array.
-        values = list(trainable), list(non_trainable)
-        call = ModelCall.from_arguments(self.model, self.original, *values, (args, kwargs), return_losses, rows)
-        merges, no_proof = self._merges(context, call)
-        own = with_replica_seeds(non_trainable, merges, replica)
-        outputs, state, *losses = original(trainable, own, *args, **kwargs)
-        if not rows:  # A mean over no rows is NaN, and so would be its gradient.
-            zero = _zero_of((trainable, args, kwargs))
-            outputs = map_in_order(lambda leaf: copy_keras_mask(leaf, _constant(leaf, zero)), outputs)
-            losses = [_zero_row_losses(self.model, own_losses, zero) for own_losses in losses]
-        changed = [i for i, (new, old) in enumerate(zip(state, own, strict=True)) if new is not old]
-        if not changed:
-            return outputs, list(non_trainable), *losses
-        if no_proof and any(reason_for_proof(self.model, self.model.non_trainable_variables[i]) for i in changed):
-            raise ModelError(
-                f"strategy.run: model {self.model.name!r} keeps values that differ between replicas: {no_proof}. Fix: make the variable with "
-                "add_weight(…, aggregation='sum') or 'only_first_replica', or 'mean' for floating-point numbers; or use fit, which runs "
-                "such a model on the global batch."
-            )
-        shares = [_share(jnp.asarray(state[i]), own[i], merges[i], replica, rows) for i in changed]
-        *sums, total = context._sum_of_state([*shares, jnp.float32(rows)])
-        merged = list(non_trainable)
-        for position, value in zip(changed, sums, strict=True):
-            merged[position] = _merged(value, non_trainable[position], merges[position], total)
-        return outputs, merged, *losses
-
-    def _merges(self, context: ReplicaContext, call: ModelCall) -> tuple[tuple[StateMerge, ...], str]:
-        """Return how the replicas' values of each non-trainable variable are merged, and why that is not proved; "" if it is."""
-        unproved = merges_with(self.model.non_trainable_variables, set())
-        if context.num_replicas_in_sync == 1:
-            return unproved, ""
-        try:
-            # Outside of the replica; no compiled function may reuse the trace.
-            with value_in_context(_context, None), trace_context(object()):
-                return state_merges(call), ""
-        except CannotSplitError as error:
-            return unproved, str(error)
+def _state_merges(context: ReplicaContext, call: ModelCall) -> tuple[tuple[StateMerge, ...], str]:
+    """Return how the replicas' values of each non-trainable variable are merged, and why that is not proved; "" if it is."""
+    unproved = merges_with(call.model.non_trainable_variables, set())
+    if context.num_replicas_in_sync == 1:
+        return unproved, ""
+    try:
+        # Outside of the replica; no compiled function may reuse the trace.
+        with value_in_context(_context, None), trace_context(object()):
+            return state_merges(call), ""
+    except CannotSplitError as error:
+        return unproved, str(error)
 
 
 def _zero_of(tree: Any) -> jax.Array:
@@ -407,7 +394,7 @@ def _share(new: jax.Array, old: Any, merge: StateMerge, replica: jax.Array, rows
     """Return a replica's contribution to the sum over all replicas: zeros if it has no rows."""
     new = jax.lax.stop_gradient(new) if jnp.issubdtype(new.dtype, jnp.inexact) else new
     if merge is StateMerge.MEAN:
-        wide = jnp.promote_types(new.dtype, jnp.float32)
+        wide = dtype_of_mean(new.dtype)
         return new.astype(wide) * rows if rows else jnp.zeros(new.shape, wide)
     if merge is StateMerge.SUM:
         return new - old if rows else jnp.zeros_like(new)
