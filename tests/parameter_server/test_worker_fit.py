@@ -115,7 +115,7 @@ class Tasks:
 
 def steps_of(tasks, state, batch, has_reader=False):
     """A chief that makes steps; gives a function that makes the step of the batch with a number."""
-    data = Mock(epoch_hooks=[], pass_metadata=lambda: {"hooks": []}, has_reader=has_reader)
+    data = Mock(epoch_hooks=[], pass_metadata=lambda: {"hooks": []}, source=Mock(has_reader=has_reader))
     chief = ChiefFit(net(), data, tasks, 1, None, None, None)
     chief._state_sync, chief._counters = Mock(totals=Mock(metrics=[])), Mock()
     chief._metric_logs = lambda metrics: {}

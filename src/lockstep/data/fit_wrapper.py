@@ -386,7 +386,7 @@ def _explained_without_batches(name: str, opened: KerasInput) -> Iterator[None]:
         if opened.total_taken or is_of_user:
             raise
         raise InputError(
-            f"{name}: x: the {opened.name} has no batches. Fix: give it at least one; make one that has ended anew for each call."
+            f"{name}: x: the {opened.source.name} has no batches. Fix: give it at least one; make one that has ended anew for each call."
         ) from error
 
 

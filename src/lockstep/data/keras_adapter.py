@@ -76,6 +76,7 @@ class KerasInput(trainer.DataAdapter):
     messages name the ``argument`` of Keras's method.
 
     Attributes:
+        source: reads the batches.
         meter: measures the waits for batches.
         rows: the largest number of rows of a batch that was read; None before.
         epoch_hooks: the hooks of the data at the beginning and end of epochs, in the order in which they ran; only if states are tracked.
@@ -92,7 +93,7 @@ class KerasInput(trainer.DataAdapter):
         make_check: Callable[[], BatchCheck] | None = None,
         argument: str = "x",
     ) -> None:
-        self._source, self._on_first_batch = source, on_first_batch
+        self.source, self._on_first_batch = source, on_first_batch
         self._settings = _Settings(place, depth, math.inf if steps is None else steps, report, make_check, argument)
         self._tracking, self._resume = _Tracking.OFF, _Resume()
         self._pass_number = self._taken_before = (
@@ -123,7 +124,7 @@ class KerasInput(trainer.DataAdapter):
             # What has run in this epoch so far ran there before.
             restore_random_state(resumed.start.after if self._resume.steps else before)
             # The end of data of unknown length was not found before the checkpoint, and Keras cannot begin with an epoch without steps.
-            if not self._resume.steps and self._source.restarts and resumed.peek() is None:
+            if not self._resume.steps and self.source.restarts and resumed.peek() is None:
                 self._keras_pass = self._begin_pass()
         return self._keras_pass
 
@@ -134,7 +135,7 @@ class KerasInput(trainer.DataAdapter):
         Keras begins a new pass after so many batches. A pass that was resumed in its middle has fewer; it reports no end to
         Keras and ends itself.
         """
-        return sys.maxsize if self._resume.is_mid_pass else self._source.num_batches
+        return sys.maxsize if self._resume.is_mid_pass else self.source.num_batches
 
     def on_epoch_begin(self) -> None:
         """Begin an epoch, which may use ``steps`` batches."""
@@ -155,10 +156,10 @@ class KerasInput(trainer.DataAdapter):
         has_ended = self._pass is not None and self._pass.has_ended  # else Keras has only looked at the first batch
         is_empty = self._taken_at_begin == self.total_taken and not self._resume.steps
         # As in Keras, a validation may have no batch at all.
-        may_be_empty = self._settings.argument != "x" and self._source.restarts and not self.total_taken
-        if has_ended and is_empty and not may_be_empty and self._source.num_batches is None:
+        may_be_empty = self._settings.argument != "x" and self.source.restarts and not self.total_taken
+        if has_ended and is_empty and not may_be_empty and self.source.num_batches is None:
             raise InputError(
-                f"{self._settings.argument}: the {self.name} has no batch, or has been used up: a generator can be gone through once. "
+                f"{self._settings.argument}: the {self.source.name} has no batch, or has been used up: a generator can be gone through once. "
                 "Fix: make a new one, pass steps_per_epoch to share it among epochs, or write a keras.utils.PyDataset."
             )
         ran_before = self._ran_before_resume("end")
@@ -171,24 +172,9 @@ class KerasInput(trainer.DataAdapter):
     # Properties of the input.
 
     @property
-    def name(self) -> str:
-        """Name of the source, for messages."""
-        return self._source.name
-
-    @property
     def steps(self) -> int | None:
         """Number of steps of an epoch, or None if it is not known."""
-        return self._source.num_batches if self._settings.steps == math.inf else int(self._settings.steps)
-
-    @property
-    def restarts(self) -> bool:
-        """Whether a new pass begins with the first batch again."""
-        return self._source.restarts
-
-    @property
-    def can_seek(self) -> bool:
-        """Whether a pass can begin in the middle, without reading what comes before."""
-        return self._source.can_seek
+        return self.source.num_batches if self._settings.steps == math.inf else int(self._settings.steps)
 
     @property
     def depth(self) -> int:
@@ -199,17 +185,12 @@ class KerasInput(trainer.DataAdapter):
 
     def indexed_batches(self) -> IndexedBatches:
         """Return the batches by pass and number, for a process that reads only some; this object is not iterated then."""
-        return IndexedBatches(self._source)
-
-    @property
-    def has_reader(self) -> bool:
-        """Whether other processes read a batch by its number, without those before it."""
-        return self._source.has_reader
+        return IndexedBatches(self.source)
 
     def count_without_reading(self) -> None:
         """Count batches from now on without reading them, if the source can do so."""
-        if isinstance(self._source, DatasetSource) and self._source.num_batches is not None:
-            self._source = UnreadBatchCounter(self._source)
+        if isinstance(self.source, DatasetSource) and self.source.num_batches is not None:
+            self.source = UnreadBatchCounter(self.source)
 
     def peek(self) -> Any:
         """Return the first batch, on the host; if it cannot be read again, it comes first in the next pass."""
@@ -224,7 +205,7 @@ class KerasInput(trainer.DataAdapter):
         try:
             first = next(batches, None)
         except Exception:
-            if not self._source.has_hooks:
+            if not self.source.has_hooks:
                 raise
             self._run_hook("begin")
             batches = self.get_jax_iterator()
@@ -239,14 +220,6 @@ class KerasInput(trainer.DataAdapter):
         if self.rows is None and self._keras_pass:
             self.rows = _count_rows(self._keras_pass.peek())
         return self.rows
-
-    def order_state(self) -> dict[str, Any] | None:
-        """See :class:`InputSource`."""
-        return self._source.order_state()
-
-    def restore_order(self, state: dict[str, Any] | None) -> None:
-        """See :class:`InputSource`."""
-        self._source.restore_order(state)
 
     # Position.
 
@@ -278,7 +251,7 @@ class KerasInput(trainer.DataAdapter):
     @property
     def is_at_end(self) -> bool:
         """Whether steps have taken all batches of the pass; False if their number is unknown."""
-        return self._pass is not None and self._pass.position == self._source.num_batches
+        return self._pass is not None and self._pass.position == self.source.num_batches
 
     @property
     def resumed(self) -> bool:
@@ -293,16 +266,16 @@ class KerasInput(trainer.DataAdapter):
     def track_state(self, earlier: InputState | None) -> None:
         """Track the state from now on, for :meth:`get_state`; with ``earlier``, :meth:`set_state` will be called when training begins."""
         self._tracking = _Tracking.ON if earlier is None else _Tracking.AWAITING_STATE
-        self._source.track_cache(earlier.cache if earlier else None)
+        self.source.track_cache(earlier.cache if earlier else None)
         self._earlier_hooks = earlier.hooks if earlier else ()
         if earlier and earlier.before:
-            self._skip_hooks(self._source.progress.hooks - earlier.before[0])
-            self._read_before = self._source.progress.batches - earlier.before[1]
+            self._skip_hooks(self.source.progress.hooks - earlier.before[0])
+            self._read_before = self.source.progress.batches - earlier.before[1]
             self._before = earlier.before
         iterator = earlier.iterator if earlier else None
         spans_epochs = self._settings.steps < math.inf
         self._resume = replace(self._resume, is_mid_pass=iterator is not None and spans_epochs)
-        if iterator and not self._source.restarts:
+        if iterator and not self.source.restarts:
             restore_random_state(iterator.at_begin)  # Keras's first look is the beginning of the pass.
 
     def set_state(self, state: InputState, steps: int) -> None:
@@ -317,66 +290,66 @@ class KerasInput(trainer.DataAdapter):
             self._count(state.iterator.batches)
             if self._pass is None:
                 restore_random_state(state.iterator.at_begin)
-            self._resumed_pass = self._begin_pass(seeks=not self._source.restarts or not steps)
+            self._resumed_pass = self._begin_pass(seeks=not self.source.restarts or not steps)
             restore_random_state(state.iterator.after)
         else:
-            self._source.restore_order(state.order)
+            self.source.restore_order(state.order)
 
     def leave_as(self, state: InputState) -> None:
         """Leave the data as a finished call of ``fit`` has left them in another process; the random state changes.
 
         Batches that it has taken are read when the next pass over the same data begins, if there is one.
         """
-        if state.iterator and not self._source.restarts:
+        if state.iterator and not self.source.restarts:
             left = state.iterator.batches - self._read_before
             if left > 0:
                 # Keras may have had a first look, which has drawn the first batch.
                 at_begin = capture_random_state() if self._pass else state.iterator.at_begin
-                self._source.progress.unread.append(replace(state.iterator, batches=left, at_begin=at_begin))
+                self.source.progress.unread.append(replace(state.iterator, batches=left, at_begin=at_begin))
                 self._count(state.iterator.batches)
         self._repeat_hooks()
-        self._source.restore_order(state.order)
+        self.source.restore_order(state.order)
 
     def get_state(self, is_epoch_over: bool) -> InputState:
         """Return the state after the batch that was taken last; ``is_epoch_over``: all steps of the epoch are done."""
-        order = self._source.order_state()
+        order = self.source.order_state()
         iterator, hooks = self._pass_state(is_epoch_over), tuple(self.epoch_hooks)
-        if self._source.has_hooks and self._source.progress.hooks - self._before[0] > len(hooks):
+        if self.source.has_hooks and self.source.progress.hooks - self._before[0] > len(hooks):
             self._settings.report(
-                f"{self.name}: its hooks at the beginning and end of epochs also run for another use, in evaluate or as validation data. A run "
+                f"{self.source.name}: its hooks at the beginning and end of epochs also run for another use, in evaluate or as validation data. A run "
                 "that is resumed repeats only those of one use, and may then read other batches. Fix: make an object of its own for each use"
             )
-        return InputState(iterator, hooks, self._source.cache_state(), order, self._before)
+        return InputState(iterator, hooks, self.source.cache_state(), order, self._before)
 
     def state_between_calls(self) -> InputState:
         """Return the state between two calls of ``evaluate`` in ``fit``, each of which begins a new pass if the source restarts."""
         state = self.get_state(is_epoch_over=True)
-        return replace(state, iterator=None) if self._source.restarts else state
+        return replace(state, iterator=None) if self.source.restarts else state
 
     def random_before_reset(self) -> dict[str, Any] | None:
         """Return the random state before Keras's reset at the beginning of an evaluation, which has run the data's hook; None if they have none."""
-        return self.epoch_hooks[-1][1] if self._source.has_hooks and self.epoch_hooks else None
+        return self.epoch_hooks[-1][1] if self.source.has_hooks and self.epoch_hooks else None
 
     def _pass_state(self, is_epoch_over: bool) -> IteratorState | None:
         if self._pass is None:
             return None
-        is_new_pass_next = self._settings.steps == math.inf or (self._source.restarts and self._pass.has_ended)
+        is_new_pass_next = self._settings.steps == math.inf or (self.source.restarts and self._pass.has_ended)
         if is_epoch_over and is_new_pass_next:
             return None
         found = self._pass.get_state()
-        if found and not self._source.restarts:
+        if found and not self.source.restarts:
             found = replace(found, batches=self.total_taken)
         if found is None or not is_epoch_over:
             return found
         # No batch is read ahead of an epoch's end, but the data's end hook may have drawn random numbers and changed the batches.
-        return replace(found, after=capture_random_state(), digest=None if self._source.has_hooks else found.digest)
+        return replace(found, after=capture_random_state(), digest=None if self.source.has_hooks else found.digest)
 
     def close(self, failed: bool = False) -> None:
         """End all work; if an exception is under way (``failed``), no thread is waited for."""
         if self._pass:
             self._pass.close(failed)
         self._count(self.total_taken)
-        self._source.close()
+        self.source.close()
         advice = self.meter.advice()
         if advice:
             self._settings.report(advice)
@@ -390,30 +363,30 @@ class KerasInput(trainer.DataAdapter):
             self._taken_before += before.position
         self._resume = replace(self._resume, start=None)
         self._pass = ResumableIterator(
-            self._source,
+            self.source,
             self._place,
             settings.depth,
             self.meter,
             settings.make_check() if settings.make_check else None,
             start,
             tracks_state=self._tracking is not _Tracking.OFF,
-            read_before=0 if self._source.restarts else self._read_before,
+            read_before=0 if self.source.restarts else self._read_before,
         )
-        if before and not self._source.restarts:
+        if before and not self.source.restarts:
             self._pass.at_begin = before.at_begin  # Batches that were only read are still part of this pass.
         if start and seeks:
-            self._source.set_limit(0)  # Hooks at the beginning of an epoch may follow.
+            self.source.set_limit(0)  # Hooks at the beginning of an epoch may follow.
             self._pass.seek()
         self._limit_pass(self._pass)
         return self._pass
 
     def _limit_pass(self, of_pass: ResumableIterator) -> None:
         """Have a pass read no batch that no step of this epoch takes: the user's code after its last batch may change what follows."""
-        known = self._source.num_batches
+        known = self.source.num_batches
         left = math.inf if known is None else max(0, known - of_pass.position)
         more = min(left, self._settings.steps - self._resume.steps)
         of_pass.set_limit(more)
-        self._source.set_limit(of_pass.position + more)
+        self.source.set_limit(of_pass.position + more)
 
     def _place(self, batch: Any) -> Any:
         self.rows = max(self.rows or 0, _count_rows(batch) or 0) or None
@@ -423,18 +396,18 @@ class KerasInput(trainer.DataAdapter):
         return self._settings.place(batch)
 
     def _run_hook(self, kind: str) -> None:
-        if self._tracking is not _Tracking.OFF and self._source.has_hooks:
+        if self._tracking is not _Tracking.OFF and self.source.has_hooks:
             self.epoch_hooks.append([kind, capture_random_state()])
-        (self._source.begin_epoch if kind == "begin" else self._source.end_epoch)()
-        self._source.progress.hooks += 1
+        (self.source.begin_epoch if kind == "begin" else self.source.end_epoch)()
+        self.source.progress.hooks += 1
 
     def _skip_hooks(self, count: int) -> None:
         """Leave out hooks of the run that is resumed that have run on these data in this process; if more have run, repeat all."""
         more = count - len(self._earlier_hooks)
         # Hooks that depend on the global generators alone set what they had set.
-        if more > 0 and self._source.has_hooks:
+        if more > 0 and self.source.has_hooks:
             self._settings.report(
-                f"{self.name}: its hooks at the beginning and end of epochs have run {more} times more in this process than before the "
+                f"{self.source.name}: its hooks at the beginning and end of epochs have run {more} times more in this process than before the "
                 "checkpoint, so its batches may be other ones. Fix: make a new one"
             )
         elif count > 0:
@@ -442,33 +415,33 @@ class KerasInput(trainer.DataAdapter):
 
     def _repeat_hooks(self) -> None:
         for hook in self._earlier_hooks:
-            run_epoch_hook(self._source, hook)
-        self._source.progress.hooks += len(self._earlier_hooks)
+            run_epoch_hook(self.source, hook)
+        self.source.progress.hooks += len(self._earlier_hooks)
         self._earlier_hooks = ()
 
     def _count(self, taken: int) -> None:
         """Note how many batches were taken since ``self._before``."""
-        progress = self._source.progress
+        progress = self.source.progress
         progress.batches = max(progress.batches, self._before[1] + taken)
 
     def _read_unread(self) -> None:
         """Read what finished runs of an earlier process have taken of these data; the random state is left as it is."""
-        unread = self._source.progress.unread
+        unread = self.source.progress.unread
         if not unread:
             return
         present = capture_random_state()
         while unread:
             state = unread.popleft()
             restore_random_state(state.at_begin)
-            read_on(self._source, state, state.batches)
+            read_on(self.source, state, state.batches)
         restore_random_state(present)
 
     def _repeat_first_hook(self) -> None:
         """Begin the epoch in which Keras only reads shapes as the earlier process began its first one; set_state repeats the other hooks."""
         before = capture_random_state()
         first, *rest = self._earlier_hooks
-        run_epoch_hook(self._source, first)
-        self._source.progress.hooks += 1
+        run_epoch_hook(self.source, first)
+        self.source.progress.hooks += 1
         self._earlier_hooks = tuple(rest)
         restore_random_state(before)
 

@@ -288,7 +288,7 @@ def read_batches(made: KerasInput) -> ProbedBatches:
 
     The global random state is restored afterwards, except for a generator: it has used the numbers for rows that it will yield.
     """
-    before, order, begun = capture_random_state(), made.order_state(), time.perf_counter()
+    before, order, begun = capture_random_state(), made.source.order_state(), time.perf_counter()
     batches, seconds = [], []
     try:
         for batch in islice(made.preview(), BATCHES):
@@ -297,11 +297,11 @@ def read_batches(made: KerasInput) -> ProbedBatches:
             begun = time.perf_counter()
     finally:
         made.close()
-        if made.restarts:
-            made.restore_order(order)
+        if made.source.restarts:
+            made.source.restore_order(order)
             restore_random_state(before)
     usual = float(np.median(seconds[1:])) if len(seconds) > 1 else None
-    return ProbedBatches(batches, usual, made.depth > 0, made.name, made.num_batches)
+    return ProbedBatches(batches, usual, made.depth > 0, made.source.name, made.num_batches)
 
 
 def measure_steps(functions: StepFunctions, probed: ProbedBatches) -> MeasuredSteps:

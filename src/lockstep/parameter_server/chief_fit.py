@@ -122,7 +122,7 @@ class ChiefFit:
             self._publish_pass()
         self._schedule(number_of_batch, count_batch_rows(batch))
         in_flight = TASKS_PER_WORKER * max(1, self._dispatcher.worker_count)
-        kept = math.inf if self._data.has_reader else max(in_flight, _KEPT_BYTES // max(1, _size_of(batch)))
+        kept = math.inf if self._data.source.has_reader else max(in_flight, _KEPT_BYTES // max(1, _size_of(batch)))
         self._collect(0 if self._parts else in_flight - 1, kept)
         self._keras_logs = dict(self._logs)
         return self._keras_logs, given

@@ -579,9 +579,9 @@ class FitCheckpoint(StepHook):
 
     def _check_replay(self) -> None:
         position = self.resumed.data and self.resumed.data.iterator
-        if position and not self._backup.replay and not self._data.can_seek:
+        if position and not self._backup.replay and not self._data.source.can_seek:
             raise InputError(
-                f"The {self._data.name} stands at batch {position.batches}, and its position can be restored only by reading it again from its "
+                f"The {self._data.source.name} stands at batch {position.batches}, and its position can be restored only by reading it again from its "
                 "beginning. Fix: use BackupAndRestore(replay=True), arrays, a keras.utils.PyDataset or a function step -> batch."
             )
 
