@@ -116,20 +116,6 @@ def _is_last_batch(state: IteratorState, batch: Any) -> bool:
     return None in digests or len(digests) == 1
 
 
-def check_same_batch(name: str, state: IteratorState, batch: Any) -> None:
-    """Check that an input, read again, gives the batch that was used last.
-
-    Raises:
-        InputError: it gives another one.
-    """
-    if not _is_last_batch(state, batch):
-        raise InputError(
-            f"The {name} is not the one that the checkpoint was written with, or gives its batches in another order: batch "
-            f"{state.batches} of this pass is not the one that was trained on. Fix: give fit the same data and class_weight, and its shuffling a seed; "
-            "or start over with another directory."
-        )
-
-
 def read_on(source: InputSource, state: IteratorState, count: int) -> Iterator[Any]:
     """Advance the input to ``state`` by ``count`` batches; with random access read only the last one, to compare it.
 
@@ -152,7 +138,12 @@ def read_on(source: InputSource, state: IteratorState, count: int) -> Iterator[A
         source.restore_order(state.order)
         batches = itertools.islice(source.batches(), count - 1, None)
         last = next(batches, None)
-    check_same_batch(source.name, state, last)
+    if not _is_last_batch(state, last):
+        raise InputError(
+            f"The {source.name} is not the one that the checkpoint was written with, or gives its batches in another order: batch "
+            f"{state.batches} of this pass is not the one that was trained on. Fix: give fit the same data and class_weight, and its shuffling a seed; "
+            "or start over with another directory."
+        )
     return batches
 
 
