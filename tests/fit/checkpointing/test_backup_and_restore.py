@@ -155,7 +155,7 @@ def test_more_epochs_go_on_where_fewer_have_ended(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
 def test_state_is_copied_on_a_cpu_and_to_the_host_from_other_devices(platform, tmp_path, monkeypatch):
-    monkeypatch.setattr(model_state, "platform_of", lambda device: platform)
+    monkeypatch.setattr(model_state, "is_on_cpu", lambda arrays: platform == "cpu")
     (copy,) = model_state.copies_of([jax.numpy.ones(3)])
     assert isinstance(copy, np.ndarray) == (platform == "gpu")
     Run(tmp_path, options={"save_freq": 1}).fit(7)

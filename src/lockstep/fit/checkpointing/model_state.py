@@ -15,8 +15,7 @@ from lockstep._keras.variable_placement import set_from_host, stored_value
 from lockstep._padded_array import PaddedArray
 from lockstep.checkpoint.serialization import specs_of
 from lockstep.checkpoint.shards import ArrayShard
-from lockstep.devices.names import platform_of
-from lockstep.devices.placement import gather_on_host, is_spread
+from lockstep.devices.placement import gather_on_host, is_on_cpu, is_spread
 
 KINDS = ("trainable", "non_trainable", "optimizer", "metrics")
 
@@ -144,7 +143,7 @@ def _copied(values: list[Any]) -> list[Any]:
     """Copy arrays on devices of this process: asynchronously on CPUs; from accelerators, whose memory may have no room for a second state, to
     the host.
     """
-    if not values or platform_of(next(iter(values[0].devices()))) == "cpu":
+    if is_on_cpu(values):
         return list(_copied_on_devices(values))
     for value in values:
         value.copy_to_host_async()
