@@ -21,7 +21,7 @@ from lockstep.execution.compiled_step import state_lists
 from lockstep.execution.nonfinite_gate import GatedStep
 from lockstep.execution.step_functions import StepFunctions
 from lockstep.execution.step_hooks import StepHook
-from lockstep.fit.checkpointing.model_state import KINDS
+from lockstep.fit.checkpointing.model_state import KINDS, named_variables
 from lockstep.fit.fit_hooks import FitContext, single_callback
 from lockstep.fit.nan_diagnosis import Diagnosis, describe_nonfinite, diagnose
 
@@ -143,8 +143,7 @@ def _newest_checkpoint(context: FitContext) -> tuple[int, list[list[Any]]] | Non
     """Return its step and the values of the variables by kind, all but those of the metrics."""
     if context.checkpoint is None:
         return None
-    kinds = zip(KINDS[:-1], trainer.variables_of(context.model)[:-1], strict=True)
-    names = [[f"{kind}/{n}" for n in range(len(variables))] for kind, variables in kinds]
+    names = [[*named_variables(context.model, kind)] for kind in KINDS[:-1]]
     found = context.checkpoint.newest(itertools.chain.from_iterable(names))
     return found and (found[0], [[found[1][name] for name in of_kind] for of_kind in names])
 
