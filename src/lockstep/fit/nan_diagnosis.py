@@ -264,8 +264,7 @@ def diagnose(functions: StepFunctions, state: Any, batch: Any) -> Diagnosis:
     if of_batch and (of_step is None or not _begins_in_layer(record)):
         return of_batch
     if of_batch and of_step:
-        sentence = f"{of_batch.sentence} {of_step.sentence}"
-        return Diagnosis(sentence, of_step.replicas, of_step.layer, of_step.variable, of_step.rows)
+        return replace(of_step, sentence=f"{of_batch.sentence} {of_step.sentence}")
     return of_step or Diagnosis(
         "Run again, its outputs, its loss and its gradients are finite: it is the update of the variables that is not (is the learning "
         "rate too large?), or a number so near to the limit that it depends on how the step is compiled."
