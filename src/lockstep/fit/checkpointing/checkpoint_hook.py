@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import keras
@@ -10,7 +11,7 @@ from lockstep.checkpoint.store import CheckpointStore
 from lockstep.data.keras_adapter import KerasInput
 from lockstep.fit.checkpointing.backup_and_restore import BackupAndRestore
 from lockstep.fit.checkpointing.fit_checkpoint import FitCheckpoint, ResumedRun, on_all_processes
-from lockstep.fit.checkpointing.metadata_check import MetadataCheck
+from lockstep.fit.checkpointing.metadata_check import check_metadata
 from lockstep.fit.checkpointing.preemption import Preemption
 from lockstep.fit.fit_hooks import FitContext, single_callback
 
@@ -64,7 +65,8 @@ def _checkpointed(backup: BackupAndRestore, context: FitContext) -> Iterator[Non
 
 def _resumed_run(backup: BackupAndRestore, context: FitContext, store: CheckpointStore | None) -> ResumedRun:
     with context.process_group.saving():  # Reading takes as long as writing.
-        loaded = store.newest(MetadataCheck(context.callbacks), keep_stored=True) if store else None
+        check = partial(check_metadata, callbacks=context.callbacks)
+        loaded = store.newest(check, keep_stored=True) if store else None
     found = on_all_processes(loaded, backup.directory, context.process_group)
     return ResumedRun.from_checkpoint(found).for_epochs(context.arguments.get("epochs", 1), backup.extend)
 

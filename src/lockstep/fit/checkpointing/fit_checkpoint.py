@@ -39,7 +39,7 @@ from lockstep.fit.checkpointing.callback_attributes import (
     packed_logs,
     unpacked_attributes,
 )
-from lockstep.fit.checkpointing.metadata_check import MetadataCheck
+from lockstep.fit.checkpointing.metadata_check import check_metadata
 from lockstep.fit.checkpointing.model_state import ModelVariables
 from lockstep.fit.checkpointing.preemption import Preemption, exit_after_checkpoint
 
@@ -443,7 +443,7 @@ class FitCheckpoint(StepHook):
 
     def _check(self, loaded: Loaded) -> None:
         """Raise CheckpointError for a checkpoint that was not written by this run."""
-        MetadataCheck(self._other_callbacks)(loaded)
+        check_metadata(loaded, self._other_callbacks)
         self._variables.check(loaded.arrays, loaded.metadata["variables"], str(loaded.path))
 
     # Saving.

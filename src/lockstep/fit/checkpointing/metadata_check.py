@@ -167,35 +167,27 @@ _KINDS_OF_STATE = {
 }
 
 
-class MetadataCheck:
-    """Checks the metadata of a checkpoint of ``fit`` before anything is restored, given the callbacks to restore; those that Keras adds are
-    known.
+def check_metadata(loaded: Loaded, callbacks: Iterable[Any]) -> None:
+    """Check the metadata of a checkpoint of ``fit`` before anything is restored into ``callbacks`` and those that Keras adds.
+
+    Raises:
+        CheckpointError: a field is absent or of another kind; the message names it.
     """
-
-    def __init__(self, callbacks: Iterable[Any]) -> None:
-        kinds = [keras.callbacks.History, keras.callbacks.ProgbarLogger, *map(type, callbacks)]
-        self._kinds = {kind.__name__: kind for kind in kinds}
-
-    def __call__(self, loaded: Loaded) -> None:
-        """Check a checkpoint.
-
-        Raises:
-            CheckpointError: a field is absent or of another kind; the message names it.
-        """
-        metadata, arrays = loaded.metadata, loaded.arrays
-        check_fields(loaded, _FIELDS)
-        position = metadata["position"]
-        if position is not None:
-            most = _Field(f"at most the {loaded.step} steps of the run", lambda batches: batches <= loaded.step)
-            _check(loaded, "'position'['batches']", most, position["batches"], lambda value: value)
-        _check(loaded, "'logs'", _LOGS, metadata["logs"], lambda logs: _numbers_of_logs(logs, arrays))
-        for number, (name, attributes, *_) in enumerate(metadata["callbacks"]):
-            # A subclass may keep anything in an attribute.
-            known = (name in self._kinds and state_of(self._kinds[name])) or {}
-            for attribute, packed in attributes.items():
-                field = _KINDS_OF_STATE[known[attribute]] if attribute in known else _VALUE
-                where = f"'callbacks'[{number}], {name}.{attribute}"
-                _check(loaded, where, field, packed, lambda value: unpacked(value, arrays))
+    metadata, arrays = loaded.metadata, loaded.arrays
+    check_fields(loaded, _FIELDS)
+    position = metadata["position"]
+    if position is not None:
+        most = _Field(f"at most the {loaded.step} steps of the run", lambda batches: batches <= loaded.step)
+        _check(loaded, "'position'['batches']", most, position["batches"])
+    _check(loaded, "'logs'", _LOGS, metadata["logs"], lambda logs: _numbers_of_logs(logs, arrays))
+    kinds = [keras.callbacks.History, keras.callbacks.ProgbarLogger, *map(type, callbacks)]
+    states = {kind.__name__: state_of(kind) or {} for kind in kinds}
+    for number, (name, attributes, *_) in enumerate(metadata["callbacks"]):
+        known = states.get(name, {})  # A subclass may keep anything in an attribute.
+        for attribute, packed in attributes.items():
+            field = _KINDS_OF_STATE[known[attribute]] if attribute in known else _VALUE
+            where = f"'callbacks'[{number}], {name}.{attribute}"
+            _check(loaded, where, field, packed, lambda value: unpacked(value, arrays))
 
 
 def check_fields(loaded: Loaded, names: Iterable[str]) -> None:
@@ -210,7 +202,7 @@ def check_fields(loaded: Loaded, names: Iterable[str]) -> None:
         if name not in metadata and not field.is_optional:
             raise CheckpointError(f"{loaded.path}: metadata: {name!r}: expected {field.expected}, got nothing. {_FIX}")
         if name in metadata:
-            _check(loaded, repr(name), field, metadata[name], lambda value: value)
+            _check(loaded, repr(name), field, metadata[name])
 
 
 _FIX = "Fix: use a directory in which this program has written its checkpoints, or an empty one."
@@ -218,7 +210,9 @@ _VALUE = _Field("a value", lambda value: True)
 _LOGS = _Field("numbers of arrays by name", lambda value: True)
 
 
-def _check(loaded: Loaded, where: str, field: _Field, value: Any, read: Callable[[Any], Any]) -> None:
+def _check(
+    loaded: Loaded, where: str, field: _Field, value: Any, read: Callable[[Any], Any] = lambda value: value
+) -> None:
     try:
         if field.fits(read(value)):
             return
