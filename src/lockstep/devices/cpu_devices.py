@@ -9,7 +9,7 @@ removes what is set here after that: child processes inherit the environment, an
 import os
 import re
 import sys
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping
 
 import jax
 
@@ -42,8 +42,8 @@ def set_logical_cpu_devices(count: int) -> None:
     """
     count = whole_number("count", count, maximum=MAX_CPU_DEVICES)
     wanted = max(count, _reserved)
-    _configure(wanted, os.environ)
-    found = _start(os.environ)
+    _configure(wanted)
+    found = _start()
     if found != wanted:
         raise _already_started_error(wanted, found)
     check_thread_pool(_reserved if _reserved > 1 else count, os.environ)  # A strategy gets those that are reserved.
@@ -59,8 +59,8 @@ def ensure_cpu_devices(count: int) -> None:
         raise DeviceError(
             f"devices: expected at most {MAX_CPU_DEVICES:,} CPU devices, got {count:,}. Fix: use lower numbers, from cpu:0 on."
         )
-    _configure(max(count, _configured_count(os.environ)), os.environ)
-    found = _start(os.environ)
+    _configure(max(count, _configured_count()))
+    found = _start()
     if found < count:
         raise _already_started_error(count, found)
 
@@ -72,36 +72,33 @@ def reserve_devices(count: int) -> None:
     """Configure at least ``count`` CPU devices without starting JAX; :func:`set_logical_cpu_devices` will not configure fewer."""
     global _reserved
     _reserved = count
-    _configure(max(count, _configured_count(os.environ)), os.environ)
+    _configure(max(count, _configured_count()))
 
 
 def reserve_threads(devices: int) -> None:
     """Configure threads enough for ``devices`` CPU devices that wait for those of other processes."""
-    _configure(
-        max(devices, _configured_count(os.environ)),
-        os.environ,
-        max(usable_cores(), THREADS_PER_DEVICE, _threads_for(devices)),
-    )
+    threads = max(usable_cores(), THREADS_PER_DEVICE, _threads_for(devices))
+    _configure(max(devices, _configured_count()), threads)
 
 
 def start_with_threads(threads: int | None, xla_flags: str) -> None:
     """Configure a pool of ``threads`` threads (None: of the usual size) and these flags, unless JAX has started."""
     present = os.environ.get("XLA_FLAGS", "")
-    if _configure(_configured_count(os.environ), os.environ, threads) and xla_flags not in present:
+    if _configure(_configured_count(), threads) and xla_flags not in present:
         os.environ["XLA_FLAGS"] = f"{present} {xla_flags}".strip()
 
 
-def _start(environment: MutableMapping[str, str]) -> int:
+def _start() -> int:
     """Start JAX, unless it has started, and return the number of its CPU devices."""
     found = len(jax.local_devices(backend="cpu"))
-    clear_pool_variable(environment)
+    clear_pool_variable()
     return found
 
 
-def clear_pool_variable(environment: MutableMapping[str, str]) -> None:
+def clear_pool_variable() -> None:
     """Remove the size of the pool from the environment if it was set here and JAX has started, and so read it."""
-    if _threads_set is not None and environment.get("PJRT_NPROC") == str(_threads_set) and has_started():
-        del environment["PJRT_NPROC"]
+    if _threads_set is not None and os.environ.get("PJRT_NPROC") == str(_threads_set) and has_started():
+        del os.environ["PJRT_NPROC"]
 
 
 def check_thread_pool(devices: int, environment: Mapping[str, str]) -> None:
@@ -151,23 +148,23 @@ def _chosen_threads(environment: Mapping[str, str]) -> int | None:
     return next(map(int, of_variables), _threads_set)
 
 
-def _configured_count(environment: Mapping[str, str]) -> int:
-    flag = _COUNT_FLAG.search(environment.get("XLA_FLAGS", ""))
+def _configured_count() -> int:
+    flag = _COUNT_FLAG.search(os.environ.get("XLA_FLAGS", ""))
     configured: int = jax.config.jax_num_cpu_devices  # type: ignore[attr-defined]
     return max(1, configured, int(flag.group(1)) if flag else 0)
 
 
-def _configure(count: int, environment: MutableMapping[str, str], threads: int | None = None) -> bool:
+def _configure(count: int, threads: int | None = None) -> bool:
     """Configure JAX for ``count`` CPU devices and return True; do nothing and return False if the backend has started."""
     global _threads_set
     if has_started():
         return False
     jax.config.update("jax_num_cpu_devices", count)
-    is_set = any(environment.get(name, "").isdigit() for name in POOL_VARIABLES)
+    is_set = any(os.environ.get(name, "").isdigit() for name in POOL_VARIABLES)
     # JAX's own pool is enough for one device, and a later call may want more.
     if not is_set and (threads or count > 1):
         _threads_set = threads or max(usable_cores(), _threads_for(count))
-        environment["PJRT_NPROC"] = str(_threads_set)
+        os.environ["PJRT_NPROC"] = str(_threads_set)
     return True
 
 

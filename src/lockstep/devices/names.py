@@ -52,7 +52,7 @@ def resolve_devices(devices: Sequence[str | jax.Device] | None) -> tuple[jax.Dev
         raise DeviceError("devices: the list is empty. Fix: leave it out to use every device.")
     else:
         found = _named(list(devices))
-    clear_pool_variable(os.environ)
+    clear_pool_variable()
     platforms = sorted({platform_of(device) for device in found})
     if len(platforms) > 1:
         raise DeviceError(f"devices: {', '.join(platforms)} cannot be mixed in one strategy. Fix: choose one platform.")
