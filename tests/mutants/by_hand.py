@@ -383,17 +383,16 @@ FAULTS = [
     Mutant(
         "arrays-not-synced",
         "checkpoint/serialization.py",
-        "os.fsync(file.fileno())",
+        "sync(path / ARRAYS)",
         "pass",
         "The arrays of a checkpoint may not be on the disk when its name is.",
     ),
     Mutant(
         "manifest-not-synced",
         "checkpoint/serialization.py",
-        "os.fsync(file.fileno())",
+        "sync(path / MANIFEST)",
         "pass",
         "The manifest of a checkpoint may not be on the disk when its name is.",
-        occurrence=1,
     ),
     Mutant(
         "name-not-synced",

@@ -29,7 +29,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from lockstep._array_encoding import DTYPES, ML_DTYPES, ArraySpec
-from lockstep._atomic_files import REMOVED, WRITTEN, is_temporary, open_to_read, read_file, replace_file
+from lockstep._atomic_files import REMOVED, WRITTEN, is_temporary, open_to_read, read_file, replace_file, sync
 from lockstep._errors import CheckpointError, OptionError, without_fix
 from lockstep.checkpoint.manifest import MANIFEST, RESTORE, Entry, Manifest, check_name, decode, encode
 from lockstep.checkpoint.shards import PART, ShardSlice, check_cover, put_shard, shard_slices
@@ -354,8 +354,7 @@ def write(path: Path, step: int, snapshot: Snapshot, key: bytes | None = None, p
     with open(path / ARRAYS, "xb") as file:
         entries = write_arrays(file, snapshot.arrays)
         size = file.tell()
-        file.flush()
-        os.fsync(file.fileno())
+    sync(path / ARRAYS)
     content = encode(Manifest(step, size, entries, snapshot.metadata, tuple(parts)), key)
     if len(content) > MAX_MANIFEST_BYTES:
         raise OptionError(
@@ -364,8 +363,7 @@ def write(path: Path, step: int, snapshot: Snapshot, key: bytes | None = None, p
         )
     with open(path / MANIFEST, "xb") as file:
         file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
+    sync(path / MANIFEST)
     return hashlib.sha256(content).hexdigest()
 
 
