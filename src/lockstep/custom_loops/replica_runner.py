@@ -127,7 +127,8 @@ def run_on_replicas(function: Function, leaves: list[Any], placement: Placement)
         _run_sync_point(batches, position, sync_point)
     for batch in batches:
         batch.advance(len(batch.sync_points))
-    return jax.tree.unflatten(batches[0].structure, _results(batches))
+    results = zip(*(batch.jaxpr.outvars for batch in batches), strict=True)
+    return jax.tree.unflatten(batches[0].structure, [_collect(batches, list(atoms)) for atoms in results])
 
 
 def _check_structures(first: "_ReplicaBatch", other: "_ReplicaBatch") -> None:
@@ -203,9 +204,8 @@ class _ReplicaBatch:
         )(number, *shapes)
         closed = inline_calls(closed, sync_p, _refuse_nested)
         self.jaxpr, self.structure = closed.jaxpr, jax.tree.structure(results)
-        self.segments, sync_equations = _split_at_syncs(self.jaxpr.eqns)
-        self.sync_equations = sync_equations
-        self.sync_points: list[SyncPoint] = [mark.params["sync_point"] for mark in sync_equations]
+        self.segments, self.sync_equations = _split_at_syncs(self.jaxpr.eqns)
+        self.sync_points: list[SyncPoint] = [mark.params["sync_point"] for mark in self.sync_equations]
         self.values: dict[Var, Any] = dict(zip(self.jaxpr.constvars, closed.consts, strict=True))
         self.values.update(zip(self.jaxpr.invars, [np.asarray(replicas, "int32")[self.places], *values], strict=True))
         self.varying = {
@@ -351,10 +351,6 @@ def _collect(batches: list[_ReplicaBatch], atoms: list[Any]) -> Any:
             return jnp.asarray(batches[0].read(atoms[0]))
     groups = tuple(batch.stacked(atom) for batch, atom in zip(batches, atoms, strict=True))
     return PerReplica(groups, tuple(batch.replicas for batch in batches))
-
-
-def _results(batches: list[_ReplicaBatch]) -> list[Any]:
-    return [_collect(batches, list(atoms)) for atoms in zip(*(batch.jaxpr.outvars for batch in batches), strict=True)]
 
 
 def _split_at_syncs(equations: Iterable[JaxprEqn]) -> tuple[list[list[JaxprEqn]], list[JaxprEqn]]:

@@ -96,9 +96,8 @@ class KerasInput(trainer.DataAdapter):
         self.source, self._on_first_batch = source, on_first_batch
         self._settings = _Settings(place, depth, math.inf if steps is None else steps, report, make_check, argument)
         self._tracking, self._resume = _Tracking.OFF, _Resume()
-        self._pass_number = self._taken_before = (
-            0  # number of the current pass, from 1; batches that were taken in earlier ones
-        )
+        self._pass_number = 0  # of the current pass, from 1
+        self._taken_before = 0  # batches that were taken in earlier passes
         self._pass: ResumableIterator | None = None
         self._keras_pass: ResumableIterator | None = None  # the pass that Keras has; it forwards to its successors
         self._resumed_pass: ResumableIterator | None = None  # the pass that Keras gets next

@@ -69,19 +69,13 @@ class InputState:
 
     def to_json(self) -> dict[str, Any]:
         """Return the state in values of JSON."""
-        position = asdict(self.iterator) if self.iterator else None
-        before = list(self.before) if self.before else None
+        states = without_repetitions(state for _, state in self.hooks)
         return {
-            "position": position,
-            "hooks": [
-                [kind, state]
-                for (kind, _), state in zip(
-                    self.hooks, without_repetitions(state for _, state in self.hooks), strict=True
-                )
-            ],
+            "position": asdict(self.iterator) if self.iterator else None,
+            "hooks": [[kind, state] for (kind, _), state in zip(self.hooks, states, strict=True)],
             "cache": self.cache,
             "order": self.order,
-            "before": before,
+            "before": list(self.before) if self.before else None,
         }
 
     @classmethod

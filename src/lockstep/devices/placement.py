@@ -287,9 +287,8 @@ class MeshPlacement(Placement):
         return _layout(rows, self.row_shards, self.row_shards)
 
 
-_layout = cache(
-    BatchLayout
-)  # Its parts are computed once for a number of rows, and JAX compares one object with itself in each step.
+# Its parts are computed once for a number of rows, and JAX compares one object with itself in each step.
+_layout = cache(BatchLayout)
 
 
 def is_large(shape: Sequence[int]) -> bool:

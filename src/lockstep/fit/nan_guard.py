@@ -30,9 +30,8 @@ _NO_CHECKPOINT = "There is no checkpoint to go back to yet. Fix: save more often
 _CHANGE_RUN = "Fix: lower the learning rate, clip gradients, or remove the rows that have caused it."
 _MAX_DIAGNOSES = 5  # of steps that do not end the training: a diagnosis takes long
 
-NewestCheckpoint = Callable[
-    [], tuple[int, list[list[Any]]] | None
-]  # number of steps, and the values of all but the metrics
+# () -> number of steps, and the values of all but the metrics
+NewestCheckpoint = Callable[[], tuple[int, list[list[Any]]] | None]
 
 
 class NanGuard(keras.callbacks.Callback):

@@ -186,11 +186,9 @@ def changed_versions_message(then: Mapping[str, str], now: Mapping[str, str]) ->
         'results may differ in single bits from here on, as other versions compute them: jax 0.10.0 then, 0.10.2 now'
     """
     changed = [f"{name} {then.get(name)} then, {new} now" for name, new in now.items() if then.get(name) != new]
-    return (
-        f"results may differ in single bits from here on, as other versions compute them: {'; '.join(changed)}"
-        if changed
-        else None
-    )
+    if not changed:
+        return None
+    return f"results may differ in single bits from here on, as other versions compute them: {'; '.join(changed)}"
 
 
 _PARTS_SECONDS = 3600.0  # for all workers to write their shards, after which the job fails
