@@ -346,7 +346,10 @@ class DatasetSource(_UserCodeSource):
                     asked += 1
                 if not waiting:
                     return
-                yield _batch_or_raise(*waiting.popleft().get())
+                batch, error = waiting.popleft().get()
+                if error is not None:
+                    raise error
+                yield batch
         except GeneratorExit:
             closed.set()
             self._wait_for(waiting)
@@ -372,12 +375,6 @@ class DatasetSource(_UserCodeSource):
 
     def end_epoch(self) -> None:
         self._dataset.on_epoch_end()
-
-
-def _batch_or_raise(batch: Any, error: BaseException | None) -> Any:
-    if error is not None:
-        raise error
-    return batch
 
 
 class CallableSource(_UserCodeSource):
