@@ -323,8 +323,7 @@ def _named_leaves(batch: Any) -> Iterator[tuple[str, Any]]:
     names = "the input has", "the targets have", "the sample weights have"
     parts = batch if isinstance(batch, (tuple, list)) else (batch,)
     for name, part in zip(names, parts, strict=False):
-        leaves, _ = jax.tree_util.tree_flatten_with_path(part, is_leaf=is_rows)
-        for path, leaf in leaves:
+        for path, leaf in jax.tree.leaves_with_path(part, is_leaf=is_rows):
             key = f" at {jax.tree_util.keystr(path)}" if path else ""
             noun, verb = name.rsplit(" ", 1)
             yield f"{noun}{key} {verb}", leaf.array if isinstance(leaf, PlacedRows) else leaf
@@ -362,17 +361,13 @@ def _diagnose_backward(record: LayerTrace, names: _Names) -> Diagnosis | None:
     if first is None and variable is None:
         return None
     text = f"{names.on(replicas)}the forward pass is finite, and the backward pass is not"
-    if first:
-        text += _describe_gradient(first, names)
+    if first and first.side == "inputs":
+        text += f": behind {names.layer(first.path)} the gradient is {first.kind}"
+    elif first:
+        text += f": the gradient is {first.kind} when it comes to {names.layer(first.path)}, from the loss or what else is no layer"
     if variable:
         text += f"; the first variable whose gradient is bad is {variable!r}"
     return Diagnosis(capitalized(text + "."), replicas, first.path or None if first else None, variable)
-
-
-def _describe_gradient(first: NonFiniteValue, names: _Names) -> str:
-    if first.side == "inputs":
-        return f": behind {names.layer(first.path)} the gradient is {first.kind}"
-    return f": the gradient is {first.kind} when it comes to {names.layer(first.path)}, from the loss or what else is no layer"
 
 
 def _first_variable(record: LayerTrace, replica: int | None) -> str | None:
@@ -380,15 +375,12 @@ def _first_variable(record: LayerTrace, replica: int | None) -> str | None:
     variables = record.model.trainable_variables
 
     def used(number: int) -> int:
-        owners = (n for n, x in enumerate(record.order) if isinstance(x, keras.Layer) and _has(x, variables[number]))
+        layers = (x.trainable_variables if isinstance(x, keras.Layer) else () for x in record.order)
+        owners = (n for n, own in enumerate(layers) if any(variables[number] is variable for variable in own))
         return next(owners, -1)
 
     bad = sorted(set(record.gradients.get(replica, [])))
     return variables[max(bad, key=used)].path if bad else None
-
-
-def _has(layer: keras.Layer, variable: keras.Variable) -> bool:
-    return any(variable is own for own in layer.trainable_variables)
 
 
 def _listed(noun: str, numbers: Iterable[int]) -> str:
