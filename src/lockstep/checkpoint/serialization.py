@@ -283,7 +283,6 @@ class _StoredShard:
     place: ShardSlice
 
     def read(self) -> np.ndarray:
-        """Read and check it."""
         with _checkpoint_errors(self.file), open_to_read(self.file) as file:
             return read_array(file, self.name, self.entry, self.file)
 

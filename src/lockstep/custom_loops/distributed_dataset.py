@@ -151,7 +151,6 @@ class DistributedDataset(WrappedSource):
         return self.num_batches
 
     def _values_of(self, batch: Any) -> Any:
-        """Return a batch, split into replicas."""
         return split_batch(batch, count_rows(jax.tree.map(np.asarray, batch)), self._placement)
 
 

@@ -223,7 +223,6 @@ class _ReplicaBatch:
         self.constant = set(self.jaxpr.constvars)
 
     def number_of(self, *origin: Any) -> int:
-        """Return the number of an origin."""
         return self.origins.setdefault(origin, len(self.origins))
 
     def read(self, atom: Any) -> Any:
@@ -243,7 +242,6 @@ class _ReplicaBatch:
         return own if len(own) == len(self.places) else own[self.places]
 
     def stacked(self, atom: Any) -> jax.Array:
-        """Return a value with one entry for each replica."""
         value, count = jnp.asarray(self.read(atom)), len(self.replicas)
         return value[:count] if self.is_varying(atom) else jnp.broadcast_to(value, (count, *value.shape))
 
@@ -270,7 +268,6 @@ class _ReplicaBatch:
         self._run(own, self._run_vmapped)
 
     def origin_of(self, atom: Any) -> int:
-        """Return the origin of a shared value."""
         is_number = isinstance(atom, Literal)
         return self.number_of("number", str(atom.val), str(atom.aval)) if is_number else self.origin[atom]
 

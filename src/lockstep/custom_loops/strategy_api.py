@@ -67,7 +67,6 @@ class _Arguments:
     fixed: tuple[Any, ...]
 
     def call(self, fn: Function, values: Iterable[Any]) -> Any:
-        """Call a function with these values."""
         own, others = iter(values), iter(self.fixed)
         leaves = [next(own) if is_value else next(others) for is_value in self.are_values]
         args, kwargs = jax.tree.unflatten(self.structure, leaves)
@@ -535,17 +534,14 @@ class _VariableAccess(keras.StatelessScope):
         return super().get_current_value(variable)
 
     def add_update(self, update: tuple[keras.Variable, Any]) -> None:
-        """Record an assignment."""
         self.paths.append(update[0].path)
         super().add_update(update)
 
     def check_known(self) -> None:
-        """Raise an error if a variable was read that is not known."""
         if self._unknown:
             raise _UnknownVariablesError(list(self._unknown.values()))
 
     def refuse_assignments(self) -> None:
-        """Raise an error if a variable was assigned to."""
         if self.paths:
             raise ModelError(
                 f"strategy.run: fn assigned to {', '.join(dict.fromkeys(self.paths))}. A replica's function is traced, and traced values cannot be "

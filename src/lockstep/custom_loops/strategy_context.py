@@ -36,11 +36,9 @@ class _NoStrategy(StrategyApi):
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """One."""
         return 1
 
     def scope(self) -> AbstractContextManager["_NoStrategy"]:
-        """Changes nothing."""
         return nullcontext(self)
 
     def checkpoint(self, *args: Any, **kwargs: Any) -> NoReturn:
@@ -48,11 +46,9 @@ class _NoStrategy(StrategyApi):
         raise _no_strategy("checkpoint")
 
     def doctor(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """See :meth:`checkpoint`."""
         raise _no_strategy("doctor")
 
     def self_check(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """See :meth:`checkpoint`."""
         raise _no_strategy("self_check")
 
 
@@ -73,14 +69,12 @@ class _OnlyReplica(ReplicaContext):
         return jax.tree.map(as_floating if op is ReduceOp.MEAN else bools_as_integers, value)
 
     def all_gather(self, value: Any, axis: int) -> Any:
-        """Return ``value``."""
         check_arrays("all_gather: value", value)
         for leaf in jax.tree.leaves(value):
             check_axis("all_gather", jnp.shape(leaf), axis)
         return value
 
     def merge_call(self, merge_fn: Callable[..., Any], args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        """Return the result of ``merge_fn``."""
         with in_context(self.strategy, None):
             return merge_fn(self.strategy, *args, **(kwargs or {}))
 
