@@ -224,7 +224,7 @@ def _programs_of_loop(strategy, model, state, batch):
         return value, (trainable, non_trainable, variables)
 
     with recording() as programs:
-        placed = split_batch(batch, rows, strategy._placement)
+        placed = split_batch(batch, strategy._placement)
         jax.jit(step, donate_argnums=0)(strategy._placement.put(state[:3]), placed)
     return programs
 

@@ -151,7 +151,7 @@ class DistributedDataset(WrappedSource):
         return self.num_batches
 
     def _values_of(self, batch: Any) -> Any:
-        return split_batch(batch, count_rows(jax.tree.map(np.asarray, batch)), self._placement)
+        return split_batch(batch, self._placement)
 
 
 class DistributedIterator(Iterator[Any]):

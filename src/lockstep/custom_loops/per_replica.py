@@ -15,7 +15,7 @@ from lockstep._keras.variable_placement import stored_value
 from lockstep._padded_array import without_padding
 from lockstep.data.sources import NON_NUMERIC_KINDS
 from lockstep.devices.batch_layout import rows_of_replicas
-from lockstep.devices.placement import Placement
+from lockstep.devices.placement import Placement, count_rows
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["groups"], meta_fields=["members"])
@@ -158,13 +158,13 @@ def per_replica_of_local(values: Sequence[Any], placement: Placement) -> PerRepl
     return PerReplica((placement.put_local(own, placement.replicas),), (tuple(range(placement.replicas)),))
 
 
-def split_batch(batch: Any, rows: int, placement: Placement) -> Any:
+def split_batch(batch: Any, placement: Placement) -> Any:
     """Split a global batch, a tree of arrays ``(rows, …)``, into replicas as ``tf.distribute`` does."""
-    sizes = rows_of_replicas(rows, placement.replicas)
+    arrays = jax.tree.map(np.asarray, batch)
+    sizes = rows_of_replicas(count_rows(arrays), placement.replicas)
     starts = np.cumsum((0, *sizes))
     return jax.tree.map(
-        lambda leaf: per_replica_of([leaf[a : a + n] for a, n in zip(starts, sizes, strict=False)], placement),
-        jax.tree.map(np.asarray, batch),
+        lambda leaf: per_replica_of([leaf[a : a + n] for a, n in zip(starts, sizes, strict=False)], placement), arrays
     )
 
 
