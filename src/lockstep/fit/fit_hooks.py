@@ -9,7 +9,7 @@ method ``around_fit`` is a hook, too (:class:`CallbackHooks`); ``docs/extending.
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 import keras
 
@@ -19,7 +19,9 @@ from lockstep.data.keras_adapter import KerasInput
 from lockstep.data.process_group import ProcessGroup
 from lockstep.devices.placement import Placement
 from lockstep.execution.step_functions import StepFunctions
-from lockstep.fit.checkpointing.fit_checkpoint import FitCheckpoint
+
+if TYPE_CHECKING:
+    from lockstep.fit.checkpointing.fit_checkpoint import FitCheckpoint
 
 Kind = TypeVar("Kind")
 
@@ -49,7 +51,7 @@ class FitContext:
     process_group: ProcessGroup
     setup: dict[str, Any]
     log: Callable[[str], None]
-    checkpoint: FitCheckpoint | None = None
+    checkpoint: "FitCheckpoint | None" = None
 
     def __post_init__(self) -> None:
         self.callbacks = callbacks_in(self.arguments)

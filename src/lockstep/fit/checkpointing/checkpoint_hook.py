@@ -8,7 +8,6 @@ from typing import Any
 import keras
 
 from lockstep.checkpoint.store import CheckpointStore
-from lockstep.data.keras_adapter import KerasInput
 from lockstep.fit.checkpointing.backup_and_restore import BackupAndRestore
 from lockstep.fit.checkpointing.fit_checkpoint import FitCheckpoint, ResumedRun, on_all_processes
 from lockstep.fit.checkpointing.metadata_check import check_metadata
@@ -33,29 +32,15 @@ class CheckpointHook:
 
 @contextmanager
 def _checkpointed(backup: BackupAndRestore, context: FitContext) -> Iterator[None]:
-    is_writer, data = context.process_group.process == 0, context.data
-    store = CheckpointStore(backup.directory, backup.keep, log=context.log) if is_writer else None
-    with store or nullcontext(), Preemption(context.process_group, backup.frequency.is_due_by_time) as preemption:
-        setup = context.setup | {"steps of an epoch": data.steps}
-        group, functions = context.process_group, context.functions
+    group = context.process_group
+    store = CheckpointStore(backup.directory, backup.keep, log=context.log) if group.process == 0 else None
+    with store or nullcontext(), Preemption(group, backup.frequency.is_due_by_time) as preemption:
         # No name here keeps the arrays of the resumed run, which are as large as the model.
-        validation = context.arguments.get("validation_data")
-        run = FitCheckpoint(
-            backup,
-            functions,
-            data,
-            validation if isinstance(validation, KerasInput) else None,
-            setup,
-            _resumed_run(backup, context, store),
-            store,
-            group,
-            preemption,
-            context.log,
-        )
+        run = FitCheckpoint(backup, context, _resumed_run(backup, context, store), store, preemption)
         _start_at_resume_position(run, context)
         backup.is_attached, context.checkpoint = True, run
         try:
-            with functions.hooked(run):
+            with context.functions.hooked(run):
                 yield
         finally:
             backup.is_attached = False

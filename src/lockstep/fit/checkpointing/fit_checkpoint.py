@@ -28,7 +28,6 @@ from lockstep.data.random_state import capture_random_state, restore_random_stat
 from lockstep.data.resumable_iterator import InputState
 from lockstep.doctor.base import FitCall, doctor_enabled
 from lockstep.doctor.data_checks import FitRecord, check_changed_batch, fit_record, learning_rate_of
-from lockstep.execution.step_functions import StepFunctions
 from lockstep.execution.step_hooks import StepHook
 from lockstep.fit.checkpointing.backup_and_restore import BackupAndRestore
 from lockstep.fit.checkpointing.callback_attributes import (
@@ -42,6 +41,7 @@ from lockstep.fit.checkpointing.callback_attributes import (
 from lockstep.fit.checkpointing.metadata_check import check_metadata
 from lockstep.fit.checkpointing.model_state import ModelVariables
 from lockstep.fit.checkpointing.preemption import Preemption, exit_after_checkpoint
+from lockstep.fit.fit_hooks import FitContext
 
 Found = tuple[int, Mapping[str, np.ndarray], Mapping[str, Any]]  # step, arrays and metadata of a checkpoint
 
@@ -231,15 +231,10 @@ class FitCheckpoint(StepHook):
 
     Args:
         backup: the callback with the options.
-        functions: run the steps of a compiled model.
-        data: the input.
-        validation: the input of the validations, if there is one and its state is known.
-        setup: settings that a resumed run must share with the run before.
+        context: the call, of a model whose steps are compiled.
         resumed: the run to resume; a new run if there is no checkpoint.
         store: takes checkpoints; None on workers.
-        process_group: the processes of the job.
         preemption: finds the step after which all processes stop.
-        log: takes a line for the user.
 
     Attributes:
         callbacks: Keras's list of all callbacks of the call.
@@ -250,21 +245,18 @@ class FitCheckpoint(StepHook):
     def __init__(
         self,
         backup: BackupAndRestore,
-        functions: StepFunctions,
-        data: KerasInput,
-        validation: KerasInput | None,
-        setup: dict[str, Any],
+        context: FitContext,
         resumed: ResumedRun,
         store: CheckpointStore | None,
-        process_group: ProcessGroup,
         preemption: Preemption,
-        log: Callable[[str], None],
     ) -> None:
-        self._backup, self._functions, self._data, self._setup = backup, functions, data, setup
-        self._validation, self._model = validation, functions.model
-        self._preemption, self._log = preemption, log
-        self._store, self._process_group = store, process_group
-        self._writer = AsyncWriter(store, log=log) if store else None
+        self._backup, self._store, self._preemption = backup, store, preemption
+        self._model, self._functions, self._data = context.model, context.functions, context.data
+        self._process_group, self._log = context.process_group, context.log
+        self._setup = context.setup | {"steps of an epoch": self._data.steps}
+        validation = context.arguments.get("validation_data")
+        self._validation = validation if isinstance(validation, KerasInput) else None  # Else its state is unknown.
+        self._writer = AsyncWriter(store, log=self._log) if store else None
         self._writes_shards = False
         self._variables, self._versions = ModelVariables(self._model), used_versions()
         self.callbacks = keras.callbacks.CallbackList()
@@ -284,9 +276,9 @@ class FitCheckpoint(StepHook):
         if not resumed.is_new:
             self._check_setup()
             self._check_replay()
-        if validation:
-            validation.track_state(resumed.validation)
-        data.track_state(resumed.data)
+        if self._validation:
+            self._validation.track_state(resumed.validation)
+        self._data.track_state(resumed.data)
 
     @property
     def _other_callbacks(self) -> list[keras.callbacks.Callback]:
