@@ -20,6 +20,7 @@ import lockstep
 from lockstep._keras.trainer import variables_of
 from lockstep.execution.executors import DeterministicExecutor, SpmdExecutor
 from lockstep.execution.step_functions import StepFunctions
+from lockstep.fit.fit_hooks import FitContext
 from lockstep.fit.nan_guard import NanGuard, StepGuard
 
 ROUNDS, CALLS = 15, 8
@@ -52,7 +53,8 @@ class Steps:
         placement = strategy._placement
         functions = StepFunctions(model, placement, executor, lambda _: None)
         if is_guarded:
-            functions.hooks = (StepGuard(NanGuard(), functions, lambda: None, print),)
+            context = FitContext(model, {}, functions, placement, strategy._process_group, {}, print)
+            functions.hooks = (StepGuard(NanGuard(), context),)
         self.train, self.batch = functions.make("train"), placement.place(batch)
         self.state = tuple([np.array(variable.value) for variable in kind] for kind in variables_of(model))
 

@@ -19,7 +19,6 @@ from lockstep._keras import trainer
 from lockstep._keras.variable_placement import stored_value
 from lockstep.execution.compiled_step import state_lists
 from lockstep.execution.nonfinite_gate import GatedStep
-from lockstep.execution.step_functions import StepFunctions
 from lockstep.execution.step_hooks import StepHook
 from lockstep.fit.checkpointing.model_state import KINDS, named_variables
 from lockstep.fit.fit_hooks import FitContext, single_callback
@@ -29,9 +28,6 @@ ACTIONS = ("stop", "rollback", "skip")
 _NO_CHECKPOINT = "There is no checkpoint to go back to yet. Fix: save more often, BackupAndRestore(save_freq=…)."
 _CHANGE_RUN = "Fix: lower the learning rate, clip gradients, or remove the rows that have caused it."
 _MAX_DIAGNOSES = 5  # of steps that do not end the training: a diagnosis takes long
-
-# () -> number of steps, and the values of all but the metrics
-NewestCheckpoint = Callable[[], tuple[int, list[list[Any]]] | None]
 
 
 class NanGuard(keras.callbacks.Callback):
@@ -126,7 +122,7 @@ def _guarded(guard: NanGuard, context: FitContext) -> Iterator[None]:
             'NanGuard("rollback") goes back to checkpoints, and with SwapEMAWeights(swap_on_epoch=True) those at the end of an epoch hold '
             'the averaged weights. Fix: NanGuard("skip"), or swap_on_epoch=False, which swaps for validations only.'
         )
-    guard.step_guard = StepGuard(guard, context.functions, lambda: _newest_checkpoint(context), context.log)
+    guard.step_guard = StepGuard(guard, context)
     try:
         with context.functions.hooked(guard.step_guard):
             yield
@@ -139,7 +135,7 @@ def _swaps_at_epoch_end(callback: Any) -> bool:
 
 
 def _newest_checkpoint(context: FitContext) -> tuple[int, list[list[Any]]] | None:
-    """Return its step and the values of the variables by kind, all but those of the metrics."""
+    """Return the number of its steps and the values of the variables by kind, all but those of the metrics; None if there is none."""
     if context.checkpoint is None:
         return None
     names = [[*named_variables(context.model, kind)] for kind in KINDS[:-1]]
@@ -170,9 +166,7 @@ class StepGuard(StepHook):
     """Checks each training step for NaN and Inf, and takes the guard's action; ``step_in_epoch`` is the number of the step that begins next."""
 
     guard: NanGuard
-    functions: StepFunctions
-    newest_checkpoint: NewestCheckpoint
-    log: Callable[[str], None]
+    context: FitContext
     epoch: int = 0
     step_in_epoch: int = 0
     _pending: _PendingStep | None = None
@@ -203,7 +197,7 @@ class StepGuard(StepHook):
         state, self._state = self._state, None
         restored = self._check_pending(state)
         if restored is not None and restored is not state:
-            model = self.functions.model
+            model = self.context.model
             if trainer.is_synced(model):  # Callbacks of the end of the epoch may have set learning rates.
                 now = [stored_value(variable) for variable in model.optimizer.variables]
                 restored[2] = trainer.keep_learning_rates(model.optimizer, restored[2], now)
@@ -238,18 +232,18 @@ class StepGuard(StepHook):
             self.guard.in_a_row = 0
             return None
         self.guard.in_a_row += 1
-        self.functions.pause()
+        self.context.functions.pause()
         return self._act(pending, bad, state)
 
     def _act(self, step: _PendingStep, bad: list[Any], state: Any) -> Any:
-        guard, model = self.guard, self.functions.model
+        guard, model = self.guard, self.context.model
         cause = self._diagnosis(step, state)
         text = (
             f"epoch {step.epoch + 1}, step {step.step_in_epoch + 1}: {describe_nonfinite(model, bad)} {cause.sentence}"
         )
         reason, found = self._reason_to_stop(), None
         if guard.action == "rollback" and reason is None:
-            found = self.newest_checkpoint()
+            found = _newest_checkpoint(self.context)
             reason = None if found else _NO_CHECKPOINT
         if reason is not None:
             raise NonFiniteError(
@@ -258,10 +252,10 @@ class StepGuard(StepHook):
             )
         if found is None:
             guard.skipped += 1
-            self.log(f"NanGuard: {text} The step is left out, the {_ordinal(guard.skipped)} so far.")
+            self.context.log(f"NanGuard: {text} The step is left out, the {_ordinal(guard.skipped)} so far.")
             return state
         guard.rollbacks += 1
-        self.log(
+        self.context.log(
             f"NanGuard: {text} Training goes back to the checkpoint of step {found[0]}, and continues with the next batch; this is rollback "
             f"{guard.rollbacks} of at most {guard.max_rollbacks}."
         )
@@ -274,7 +268,7 @@ class StepGuard(StepHook):
         if self._diagnoses >= _MAX_DIAGNOSES and self._reason_to_stop() is None:
             return Diagnosis(f"It was not run again to find the cause, as the first {_MAX_DIAGNOSES} were.")
         self._diagnoses += 1
-        return diagnose(self.functions, state_lists(state), step.batch)
+        return diagnose(self.context.functions, state_lists(state), step.batch)
 
     def _reason_to_stop(self) -> str | None:
         guard = self.guard
