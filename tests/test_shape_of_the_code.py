@@ -167,7 +167,6 @@ NO_FIX = {  # Class, file and beginning of messages without a fix, by reason
         ("ValueError", "checkpoint/export_formats.py", "Orbax finds"),
         ("ValueError", "data/random_state.py", ""),
         ("ValueError", "fit/checkpointing/callback_attributes.py", ""),
-        ("ValueError", "fit/checkpointing/metadata_check.py", ""),
         ("ValueError", "tools/plan/hardware.py", ""),
     ),
     "the reason for which a process tries again to join": (

@@ -5,7 +5,7 @@ Metadata that is not as this version writes it is refused, by the name of its fi
 
 import re
 import reprlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -179,7 +179,12 @@ def check_metadata(loaded: Loaded, callbacks: Iterable[Any]) -> None:
     if position is not None:
         most = _Field(f"at most the {loaded.step} steps of the run", lambda batches: batches <= loaded.step)
         _check(loaded, "'position'['batches']", most, position["batches"])
-    _check(loaded, "'logs'", _LOGS, metadata["logs"], lambda logs: _numbers_of_logs(logs, arrays))
+
+    def are_numbers(logs: Any) -> bool:
+        numbers = jax.tree.leaves(numbered_logs(logs))
+        return all(_is_count(number) and f"logs/{number}" in arrays for number in numbers)
+
+    _check(loaded, "'logs'", _Field("numbers of arrays by name", are_numbers), metadata["logs"])
     kinds = [keras.callbacks.History, keras.callbacks.ProgbarLogger, *map(type, callbacks)]
     states = {kind.__name__: state_of(kind) or {} for kind in kinds}
     for number, (name, attributes, *_) in enumerate(metadata["callbacks"]):
@@ -207,7 +212,6 @@ def check_fields(loaded: Loaded, names: Iterable[str]) -> None:
 
 _FIX = "Fix: use a directory in which this program has written its checkpoints, or an empty one."
 _VALUE = _Field("a value", lambda value: True)
-_LOGS = _Field("numbers of arrays by name", lambda value: True)
 
 
 def _check(
@@ -221,10 +225,3 @@ def _check(
     raise CheckpointError(
         f"{loaded.path}: metadata: {where}: expected {field.expected}, got {reprlib.repr(value)}. {_FIX}"
     )
-
-
-def _numbers_of_logs(logs: Any, arrays: Mapping[str, np.ndarray]) -> None:
-    for number in jax.tree.leaves(numbered_logs(logs)):
-        if not _is_count(number):
-            raise ValueError(f"{number!r} is no number of an array")
-        arrays[f"logs/{number}"]
