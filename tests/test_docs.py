@@ -16,7 +16,7 @@ from lockstep.checkpoint.async_writer import AsyncWriter
 from lockstep.cluster_resolver import RESOLVERS
 from lockstep.collectives import ALGORITHMS
 from lockstep.data import prefetch
-from lockstep.distributed.control import handshake, limits
+from lockstep.distributed.control import handshake, heartbeat
 from lockstep.doctor import environment_checks
 from lockstep.fit.checkpointing import fit_checkpoint, preemption
 from lockstep.launch import local_workers, log_multiplexer, rendezvous_state, supervisor
@@ -350,10 +350,10 @@ WORDS = {
 @pytest.mark.parametrize(
     ("page", "sentence", "limit"),
     [
-        ("several_machines", "All workers must start within {:g} s of each other", limits.TIMEOUT_SECONDS),
-        ("several_machines", "detected within `CommunicationOptions(timeout_seconds={:g})`", limits.TIMEOUT_SECONDS),
-        ("several_machines", "(data may be loaded) is {word}", limits.LONG_SECONDS),
-        ("coordinator", "If no function is finished for {word}", limits.LONG_SECONDS),
+        ("several_machines", "All workers must start within {:g} s of each other", heartbeat.TIMEOUT_SECONDS),
+        ("several_machines", "detected within `CommunicationOptions(timeout_seconds={:g})`", heartbeat.TIMEOUT_SECONDS),
+        ("several_machines", "(data may be loaded) is {word}", heartbeat.LONG_SECONDS),
+        ("coordinator", "If no function is finished for {word}", heartbeat.LONG_SECONDS),
         ("waits", "A wait for a batch is logged after {word}", prefetch.PATIENCE),
         ("waits", "for which `fit` waits {:g} s", signature(AsyncWriter).parameters["timeout_seconds"].default),
         ("waits", "or {word} if all workers write their shards", fit_checkpoint._PARTS_SECONDS),

@@ -14,8 +14,7 @@ from lockstep.distributed.control.failure_detector import (
     make_failure,
 )
 from lockstep.distributed.control.handshake import Peer
-from lockstep.distributed.control.heartbeat import AT_END_OF_FIT, WAITING, WorkerStatus
-from lockstep.distributed.control.limits import Limits
+from lockstep.distributed.control.heartbeat import AT_END_OF_FIT, WAITING, Limits, WorkerStatus
 
 LIMITS = Limits(timeout=60, long=1800)
 NOW = 10_000.0

@@ -27,7 +27,7 @@ from lockstep.distributed.control.handshake import (
     verify_proof,
     wait_until_admitted,
 )
-from lockstep.distributed.control.limits import Limits
+from lockstep.distributed.control.heartbeat import Limits
 from lockstep.distributed.control.transport import HANDSHAKE_BYTES, MAC_BYTES, MacCounter, encode
 from lockstep.launch.launch_config import LaunchConfig
 from lockstep.launch.rendezvous import RendezvousServer

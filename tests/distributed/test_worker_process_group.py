@@ -13,7 +13,7 @@ import lockstep
 from lockstep.data.process_group import ProcessGroup
 from lockstep.distributed import worker_process_group
 from lockstep.distributed.control.failure_detector import find_failure
-from lockstep.distributed.control.limits import Limits
+from lockstep.distributed.control.heartbeat import Limits
 from lockstep.distributed.control.transport import HEADER_BYTES, MAX_BYTES, decode, encode
 from tests.distributed.threaded_job import ThreadedJob
 from tests.support.waiting import wait_until

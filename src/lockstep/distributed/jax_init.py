@@ -32,7 +32,7 @@ from lockstep.distributed.consistency import describe_process
 from lockstep.distributed.control.connect import open_control_channel
 from lockstep.distributed.control.control_client import ControlClient
 from lockstep.distributed.control.handshake import open_listener
-from lockstep.distributed.control.limits import LONG_SECONDS
+from lockstep.distributed.control.heartbeat import LONG_SECONDS
 from lockstep.distributed.control.termination import ExitGuard, install_sigabrt_handler
 from lockstep.distributed.control.transport import EventLoop
 

@@ -1,7 +1,7 @@
 """One call of ``fit``, ``evaluate`` or ``predict`` on all workers: they agree on the call and on each batch; only the chief prints.
 
 What they compare is in ``consistency``. They wait for each other in ``control/control_client``; the limits are in
-``control/limits``.
+``control/heartbeat``.
 """
 
 import json

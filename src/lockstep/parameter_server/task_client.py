@@ -10,7 +10,7 @@ import numpy as np
 from lockstep._array_encoding import ArraySpec
 from lockstep._errors import NO_PROGRESS, PEER_LOST, USER_ERROR, ClusterError, exit_code_of, summary_of
 from lockstep.devices.host_memory import host_memory
-from lockstep.distributed.control.limits import LONG_SECONDS
+from lockstep.distributed.control.heartbeat import LONG_SECONDS
 from lockstep.distributed.control.transport import ProtocolError
 from lockstep.parameter_server.array_transport import Message, payload_bytes
 from lockstep.parameter_server.rpc import Response, RpcClient, check_no_arrays

@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from lockstep._array_encoding import ArraySpec
 from lockstep._errors import NO_PROGRESS, PEER_LOST, USER_ERROR, ClusterError
 from lockstep._logging import WaitLogger, listed, log_info
-from lockstep.distributed.control.limits import LONG_SECONDS
+from lockstep.distributed.control.heartbeat import LONG_SECONDS
 from lockstep.distributed.control.transport import ProtocolError
 from lockstep.parameter_server.array_transport import Arrays, Message, payload_bytes
 from lockstep.parameter_server.rpc import POLL_SECONDS, ClientSession, Response, read_whole_number, seconds_of

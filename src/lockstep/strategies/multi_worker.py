@@ -24,7 +24,7 @@ from lockstep.distributed.cluster.addresses import COORDINATOR
 from lockstep.distributed.cluster.membership import WorkerGroup, membership_of_group
 from lockstep.distributed.consistency import DriftCheck, agree_on_random_state
 from lockstep.distributed.control.control_client import ControlClient
-from lockstep.distributed.control.limits import TIMEOUT_SECONDS
+from lockstep.distributed.control.heartbeat import TIMEOUT_SECONDS
 from lockstep.distributed.jax_init import ProcessJob, check_gpus_differ, job_of_this_process, prepare_threads
 from lockstep.distributed.resolvers import (
     ClusterResolver,

@@ -18,7 +18,7 @@ from lockstep.devices.names import resolve_devices
 from lockstep.devices.xla_flags import is_deterministic
 from lockstep.distributed.cluster.env_reader import NetworkOptions, restarts_of
 from lockstep.distributed.consistency import describe_process
-from lockstep.distributed.control.limits import TIMEOUT_SECONDS
+from lockstep.distributed.control.heartbeat import TIMEOUT_SECONDS
 from lockstep.distributed.control.termination import ExitGuard
 from lockstep.distributed.resolvers import ClusterResolver, check_resolver, resolve
 from lockstep.distributed.worker_process_group import disable_saving

@@ -25,8 +25,7 @@ from lockstep.distributed.control.handshake import (
     join_request,
     open_listener,
 )
-from lockstep.distributed.control.heartbeat import START
-from lockstep.distributed.control.limits import LONG_SECONDS, TIMEOUT_SECONDS, Limits
+from lockstep.distributed.control.heartbeat import LONG_SECONDS, START, TIMEOUT_SECONDS, Limits
 from lockstep.distributed.control.termination import ExitGuard
 from lockstep.distributed.control.transport import FramedSocket, as_json
 

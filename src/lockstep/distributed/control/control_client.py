@@ -22,9 +22,9 @@ from lockstep.distributed.control.heartbeat import (
     SAVING,
     START,
     WAITING,
+    Limits,
     WorkerStatus,
 )
-from lockstep.distributed.control.limits import Limits
 from lockstep.distributed.control.transport import EventLoop, FramedSocket, as_json, encode
 from lockstep.distributed.control.value_differences import digest, find_disagreement
 

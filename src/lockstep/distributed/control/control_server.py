@@ -26,8 +26,7 @@ from lockstep.distributed.control.failure_detector import (
     make_failure,
 )
 from lockstep.distributed.control.handshake import HandshakeServer, Peer, refusal
-from lockstep.distributed.control.heartbeat import HEARTBEAT_SECONDS, MAY_TAKE_LONG, START, WorkerStatus
-from lockstep.distributed.control.limits import Limits
+from lockstep.distributed.control.heartbeat import HEARTBEAT_SECONDS, MAY_TAKE_LONG, START, Limits, WorkerStatus
 from lockstep.distributed.control.transport import MAX_BYTES, EventLoop, FramedSocket, encode
 
 GATHER, BROADCAST, BARRIER = "gather", "broadcast", "barrier"

@@ -24,9 +24,9 @@ from lockstep.distributed.control.heartbeat import (
     QUIET,
     STEP,
     WAITING,
+    Limits,
     WorkerStatus,
 )
-from lockstep.distributed.control.limits import Limits
 
 
 class FailureKind(enum.StrEnum):

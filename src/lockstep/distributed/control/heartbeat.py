@@ -1,11 +1,12 @@
-"""What a heartbeat says of a worker, and how often one is sent.
+"""What a heartbeat says of a worker, how often one is sent, and the limits of waits for other workers.
 
-``control_client`` sends them, the chief's ``control_server`` its own; ``failure_detector`` judges them.
+``control_client`` sends heartbeats, the chief's ``control_server`` its own; ``failure_detector`` judges them.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from lockstep._errors import OptionError
 from lockstep.distributed.control.handshake import Peer
 
 HEARTBEAT_SECONDS = 0.5
@@ -20,6 +21,8 @@ PROGRAM = "program"  # The user's code between steps. It may take as long as it 
 SAVING = "saving"  # Only the chief does, and the others wait for it in the next step.
 MAY_TAKE_LONG = (START, COMPILING, SAVING)
 QUIET = 6 * HEARTBEAT_SECONDS  # A heartbeat is not that late by chance.
+TIMEOUT_SECONDS = 60.0  # of a wait, where a strategy is given no other
+LONG_SECONDS = 1800.0  # of compiling, of what a worker does alone at its end, and of a wait without progress
 
 
 @dataclass(frozen=True)
@@ -48,3 +51,27 @@ class WorkerStatus:
     def doing(self) -> str:
         """Activity and step, for messages."""
         return f"in {self.activity!r} at step {self.step}"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of waits, in seconds.
+
+    Args:
+        timeout: limit of a wait, and of the silence of a worker.
+        long: limit of an activity of ``MAY_TAKE_LONG``, and of a step of all workers.
+
+    Raises:
+        OptionError: a limit is so low that late heartbeats would exceed it, or ``long`` is below ``timeout``.
+    """
+
+    timeout: float
+    long: float
+
+    def __post_init__(self) -> None:
+        least = 3 * HEARTBEAT_SECONDS
+        if not least <= self.timeout <= self.long:
+            raise OptionError(
+                f"timeout_seconds, long_seconds: expected {least:g} or more, and the second no less than the first, as "
+                f"heartbeats come each {HEARTBEAT_SECONDS:g} s; got {self.timeout:g} and {self.long:g}. Fix: raise them."
+            )
