@@ -553,14 +553,14 @@ FAULTS = [
     Mutant(
         "mac-without-a-number",
         "distributed/control/transport.py",
-        "self._hmac = hmac.new(key, _COUNT.pack(number), hashlib.sha256)",
-        "self._hmac = hmac.new(key, _COUNT.pack(0), hashlib.sha256)",
+        "mac = hmac.new(self._key, _COUNT.pack(self._count), hashlib.sha256)",
+        "mac = hmac.new(self._key, _COUNT.pack(0), hashlib.sha256)",
         "A message can be sent again by someone else.",
     ),
     Mutant(
         "mac-not-compared",
         "distributed/control/transport.py",
-        "if not hmac.compare_digest(received, self._hmac.digest()):",
+        "if not hmac.compare_digest(received, mac.digest()):",
         "if False:",
         "A message can be changed on its way.",
     ),

@@ -5,6 +5,7 @@ begins with the same handshake as the control channel; after it, this takes the 
 MAC, and so have the arrays behind it if the frame says so.
 """
 
+import hmac
 import itertools
 import selectors
 import socket
@@ -22,7 +23,6 @@ from lockstep.distributed.control.transport import (
     CLOSED,
     HEADER_BYTES,
     MAC_BYTES,
-    Mac,
     ProtocolError,
     Session,
     body_length,
@@ -30,6 +30,7 @@ from lockstep.distributed.control.transport import (
     decode,
     encode,
     limit_unacknowledged,
+    verify_mac,
 )
 
 MAX_HEAD_BYTES = 4 * 2**20  # Some 30,000 arrays.
@@ -160,17 +161,17 @@ class ArrayConnection:
         """Close the socket."""
         self._socket.close()
 
-    def _array(self, spec: ArraySpec, mac: Mac | None) -> np.ndarray:
+    def _array(self, spec: ArraySpec, mac: hmac.HMAC | None) -> np.ndarray:
         array = np.empty(spec.shape, DTYPES[spec.dtype])
         self._fill(array.reshape(-1).view(np.uint8).data, mac)
         return array
 
-    def _bytes(self, count: int, mac: Mac | None) -> bytes:
+    def _bytes(self, count: int, mac: hmac.HMAC | None) -> bytes:
         buffer = bytearray(count)
         self._fill(memoryview(buffer), mac)
         return bytes(buffer)
 
-    def _fill(self, buffer: memoryview, mac: Mac | None) -> None:
+    def _fill(self, buffer: memoryview, mac: hmac.HMAC | None) -> None:
         done = 0
         while done < len(buffer):
             count = self._receive_some(buffer[done:])
@@ -179,9 +180,9 @@ class ArrayConnection:
             done += count
         self.received += done
 
-    def _verify(self, mac: Mac | None) -> None:
+    def _verify(self, mac: hmac.HMAC | None) -> None:
         if mac is not None:
-            mac.verify(self._bytes(MAC_BYTES, None))
+            verify_mac(mac, self._bytes(MAC_BYTES, None))
 
     def _receive_some(self, buffer: memoryview, flags: int = 0) -> int:
         try:
@@ -199,7 +200,7 @@ class ArrayConnection:
         if self._deadline is not None:
             self._socket.settimeout(max(1e-3, self._deadline - self._clock()))
 
-    def _send(self, buffers: Iterable[memoryview], mac: Mac | None = None) -> None:
+    def _send(self, buffers: Iterable[memoryview], mac: hmac.HMAC | None = None) -> None:
         """Send bytes, and add them to a MAC."""
         unsent = deque(buffer for buffer in buffers if len(buffer))
         while unsent:

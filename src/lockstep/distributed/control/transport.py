@@ -49,46 +49,31 @@ MAC_BYTES = 32
 _COUNT = struct.Struct(">Q")
 
 
-class Mac:
-    """The message authentication code (HMAC-SHA-256) of one unit, numbered in its direction: a frame, or the arrays that follow it."""
-
-    def __init__(self, key: bytes, number: int) -> None:
-        self._hmac = hmac.new(key, _COUNT.pack(number), hashlib.sha256)
-
-    def update(self, part: bytes | bytearray | memoryview) -> None:
-        """Add the next part of the unit."""
-        self._hmac.update(part)
-
-    def digest(self) -> bytes:
-        """Return the code."""
-        return self._hmac.digest()
-
-    def verify(self, received: bytes) -> None:
-        """Raise ProtocolError if the received code is another one."""
-        if not hmac.compare_digest(received, self._hmac.digest()):
-            raise ProtocolError("its MAC is wrong: it was changed, or sent before")
-
-
 class MacCounter:
-    """Gives each unit of one direction its MAC, by the key of this direction of this connection only. A unit that is repeated, left out or moved
-    has a wrong one.
+    """Gives each unit of one direction, a frame or the arrays that follow it, its message authentication code (HMAC-SHA-256), by the key of this
+    direction of this connection only. A unit that is repeated, left out or moved has a wrong one.
     """
 
     def __init__(self, key: bytes) -> None:
         self._key, self._count = key, 0
 
-    def begin(self) -> Mac:
-        """Return the MAC of the next unit."""
-        mac = Mac(self._key, self._count)
+    def begin(self) -> hmac.HMAC:
+        """Return the MAC of the next unit, whose parts are to be added."""
+        mac = hmac.new(self._key, _COUNT.pack(self._count), hashlib.sha256)
         self._count += 1
         return mac
 
-    def of(self, *parts: bytes | bytearray | memoryview) -> Mac:
-        """Return the MAC of the next unit, which consists of these parts."""
+    def of(self, frame: bytes | bytearray) -> hmac.HMAC:
+        """Return the MAC of the next unit, which is a frame."""
         mac = self.begin()
-        for part in parts:
-            mac.update(part)
+        mac.update(frame)
         return mac
+
+
+def verify_mac(mac: hmac.HMAC, received: bytes) -> None:
+    """Raise ProtocolError if the received code is another one."""
+    if not hmac.compare_digest(received, mac.digest()):
+        raise ProtocolError("its MAC is wrong: it was changed, or sent before")
 
 
 @dataclass(frozen=True)
@@ -181,7 +166,7 @@ class FrameDecoder:
             if len(self._bytes) < behind:
                 return
             if self.macs is not None:
-                self.macs.of(self._bytes[:end]).verify(bytes(self._bytes[end:behind]))
+                verify_mac(self.macs.of(self._bytes[:end]), bytes(self._bytes[end:behind]))
             message = decode(bytes(self._bytes[HEADER_BYTES:end]))
             del self._bytes[:behind]
             yield message
