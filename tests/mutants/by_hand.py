@@ -497,8 +497,8 @@ FAULTS = [
     Mutant(
         "silence-for-too-long",
         "distributed/control/failure_detector.py",
-        "found = [status for status in statuses if not status.left and now - status.heard > limits.timeout]",
-        "found = [status for status in statuses if not status.left and now - status.heard > limits.long]",
+        "_find_silent(now, statuses, limits.timeout)",
+        "_find_silent(now, statuses, limits.long)",
         "A worker that does not answer is noticed after the limit for long activities only.",
     ),
     Mutant(

@@ -109,7 +109,7 @@ def find_failure(
         "worker 1 of 2 (b, process 71) is stuck: in 'data' at step 7 for 62 s; worker 0 waits for it in step 8."
     """
     return (
-        _find_silent(now, statuses, limits)
+        _find_silent(now, statuses, limits.timeout)
         or _find_left_early(now, statuses)
         or _find_ended_fit_early(statuses, waits)
         or _find_stuck(now, statuses, limits)
@@ -139,21 +139,15 @@ def find_cause(now: float, found: Failure, statuses: Sequence[WorkerStatus]) -> 
     """Return the cause of the failure noticed first: a death or an exception may result from the silence, or early end, of another worker."""
     if found.kind not in (FailureKind.DIED, FailureKind.FAILED):
         return found
-    quiet = [
-        status
-        for status in statuses
-        if not status.left and status.peer.index != found.worker and now - status.heard > QUIET
-    ]
     own = [status for status in statuses if status.peer.index == found.worker]
-    first = _silent_failure(now, min(quiet, key=lambda status: status.heard)) if quiet else _left_before(own, statuses)
+    others = [status for status in statuses if status.peer.index != found.worker]
+    first = _find_silent(now, others, QUIET) or _left_before(own, statuses)
     return found if first is None else replace(first, sentence=f"{first.sentence} Then {found.sentence}")
 
 
-def _find_silent(now: float, statuses: Sequence[WorkerStatus], limits: Limits) -> Failure | None:
-    found = [status for status in statuses if not status.left and now - status.heard > limits.timeout]
-    if not found:
-        return None
-    return _silent_failure(now, min(found, key=lambda status: status.heard))
+def _find_silent(now: float, statuses: Sequence[WorkerStatus], seconds: float) -> Failure | None:
+    found = [status for status in statuses if not status.left and now - status.heard > seconds]
+    return _silent_failure(now, min(found, key=lambda status: status.heard)) if found else None
 
 
 def _silent_failure(now: float, status: WorkerStatus) -> Failure:
