@@ -5,7 +5,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -112,15 +112,9 @@ class ControlClient:
         """Whether this worker writes files."""
         return self._heartbeat.progress[1] == SAVING
 
-    @contextmanager
-    def saving(self) -> Iterator[None]:
+    def saving(self) -> AbstractContextManager[None]:
         """Report that this worker writes or reads files, which may take long, until the end of the block."""
-        step, activity = self._heartbeat.progress
-        self.report(step, SAVING)
-        try:
-            yield
-        finally:
-            self.report(step, activity)
+        return self._report_meanwhile(SAVING)
 
     def heartbeats(self) -> list[WorkerStatus]:
         """Return the last heartbeats of all workers, if this is the chief; else nothing."""
@@ -231,7 +225,8 @@ class ControlClient:
         self, operation: str, topic: str, value: Any, channel: str, timeout_seconds: float | None
     ) -> list[Any]:
         what = f"{operation} {topic!r}"
-        with self._channels.acquire(channel, what) as call, self._report_waiting(channel, what):
+        report = self._report_meanwhile(f"{WAITING}{what}") if channel == MAIN else nullcontext()
+        with self._channels.acquire(channel, what) as call, report:
             request = {"channel": channel, "number": call.calls, "operation": operation, "topic": topic, "value": value}
             frame = encode({"kind": "call", **request})
             call.begin()
@@ -247,16 +242,14 @@ class ControlClient:
             return call.values
 
     @contextmanager
-    def _report_waiting(self, channel: str, what: str) -> Iterator[None]:
-        """Have heartbeats report that this worker waits, and for what."""
-        step, activity = self._heartbeat.progress
-        if channel == MAIN:
-            self.report(step, f"{WAITING}{what}")
+    def _report_meanwhile(self, activity: str) -> Iterator[None]:
+        """Have heartbeats report an activity until the end of the block."""
+        step, before = self._heartbeat.progress
+        self.report(step, activity)
         try:
             yield
         finally:
-            if channel == MAIN:
-                self.report(step, activity)
+            self.report(step, before)
 
     def _wait_for(self, call: "_Channel", what: str, seconds: float) -> None:
         wait, suspends = WaitLogger(self._log, self._clock), SuspendDetector(self._clock)
