@@ -518,7 +518,7 @@ FAULTS = [
     Mutant(
         "failure-not-passed-on",
         "distributed/control/control_server.py",
-        'self._send_all({"kind": "failure", "failure": self._failure.as_message()})',
+        'self._send_all({"kind": "failure", "failure": asdict(self._failure)})',
         "pass",
         "Nobody is told of a worker that is lost.",
     ),

@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from lockstep._errors import PEER_LOST, OptionError
@@ -378,7 +378,7 @@ class ControlServer:
         """
         if self._failure is None:
             self._failure = find_cause(self._clock(), found, self.heartbeats()) if may_follow else found
-            self._send_all({"kind": "failure", "failure": self._failure.as_message()})
+            self._send_all({"kind": "failure", "failure": asdict(self._failure)})
             self._release_staying()
 
     def _reply(self, replies: list[CollectiveReply]) -> None:

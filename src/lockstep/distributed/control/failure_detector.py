@@ -9,7 +9,7 @@ waiting is given up early. If no worker leaves its step for ``long``, they are s
 import enum
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lockstep._errors import NO_PROGRESS, PEER_LOST, USER_ERROR
@@ -81,13 +81,9 @@ class Failure:
         """What to do, as a sentence with "Fix: " before it; empty if the failure is an error of the program."""
         return _FIXES[self.kind]
 
-    def as_message(self) -> dict[str, Any]:
-        """Return this as JSON."""
-        return asdict(self)
-
     @classmethod
     def from_message(cls, message: dict[str, Any]) -> "Failure":
-        """Return the failure that :meth:`as_message` was called on."""
+        """Return the failure whose fields a message has."""
         return cls(**{**message, "kind": FailureKind(message["kind"])})
 
 
