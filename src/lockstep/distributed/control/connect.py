@@ -169,7 +169,7 @@ class _Join:
             if message is not None:
                 heard, is_admitted = self.clock(), True
                 if message["kind"] == "welcome":
-                    return connection, tuple(self._peer(known) for known in message["peers"])
+                    return connection, tuple(replace(self.me, **known) for known in message["peers"])
                 self._handle(message)
             elif connection.ended is not None and not is_admitted:
                 raise RetryableConnectError(connection.ended)
@@ -186,6 +186,3 @@ class _Join:
             raise RetryableConnectError(message["sentence"])
         elif message["kind"] == "refused":
             raise ClusterError(message["sentence"], message["exit_code"])
-
-    def _peer(self, known: dict[str, Any]) -> Peer:
-        return replace(self.me, **known)

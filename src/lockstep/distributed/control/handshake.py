@@ -190,10 +190,8 @@ class ServerHandshake:
         raise HandshakeError(f"it began with {message['kind'][:_MAX_SHOWN]!r}")
 
     def _challenge(self) -> dict[str, Any]:
-        known = {"kind": "challenge", "protocol": PROTOCOL, "nonce": self._nonce}
-        if self._secret is None:
-            return known | {"proof": None}
-        return known | {"proof": make_proof(self._secret, "chief", self._client_nonce, self._nonce)}
+        proof = None if self._secret is None else make_proof(self._secret, "chief", self._client_nonce, self._nonce)
+        return {"kind": "challenge", "protocol": PROTOCOL, "nonce": self._nonce, "proof": proof}
 
     def _authenticate(self, proof: object, peer: str) -> None:
         if self._secret is None:
