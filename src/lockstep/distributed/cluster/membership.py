@@ -5,7 +5,7 @@
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
 
@@ -346,26 +346,6 @@ class Membership:
     source: str
     group: WorkerGroup | None
     has_jobs: bool = True
-
-    def training_group(self) -> WorkerGroup:
-        """Return the group of a process that trains.
-
-        Raises:
-            ClusterError: this process is a ``ps``.
-        """
-        if self.group is None:
-            raise ClusterError(
-                f"{self.source}: this process is {self.task_type} {self.task_id}, and MultiWorkerMirroredStrategy has no work for "
-                "it, as its workers keep no parameters on servers. Fix: do not start it and remove 'ps' from the cluster, or train "
-                "with lockstep.ParameterServerStrategy."
-            )
-        return self.group
-
-    def with_notes(self, *notes: str) -> "Membership":
-        """Return the same with further sentences for the user, if the process trains."""
-        if self.group is None:
-            return self
-        return replace(self, group=replace(self.group, notes=(*self.group.notes, *notes)))
 
 
 def membership_of_group(group: WorkerGroup) -> Membership:

@@ -8,9 +8,10 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping
 from copy import copy
+from dataclasses import replace
 from typing import ClassVar, Self
 
-from lockstep._errors import OptionError, instance_of, shown
+from lockstep._errors import ClusterError, OptionError, instance_of, shown
 from lockstep.distributed.cluster.env_reader import EnvReader
 from lockstep.distributed.cluster.membership import ClusterSpec, Membership, WorkerGroup
 
@@ -139,7 +140,13 @@ class ClusterResolver:
         Raises:
             ClusterError: this process is a ``ps``, which does not train.
         """
-        return self._membership.training_group()
+        if self._membership.group is None:
+            raise ClusterError(
+                f"{self._membership.source}: this process is {self.task_type} {self.task_id}, and MultiWorkerMirroredStrategy has no "
+                "work for it, as its workers keep no parameters on servers. Fix: do not start it and remove 'ps' from the cluster, or "
+                "train with lockstep.ParameterServerStrategy."
+            )
+        return self._membership.group
 
     @property
     def membership(self) -> Membership:
@@ -148,8 +155,9 @@ class ClusterResolver:
 
     def noting(self, *notes: str) -> Self:
         """Return this resolver with further sentences in the notes of its group."""
-        noted = copy(self)
-        noted._membership = self._membership.with_notes(*notes)
+        noted, group = copy(self), self._membership.group
+        if group is not None:
+            noted._membership = replace(self._membership, group=replace(group, notes=(*group.notes, *notes)))
         return noted
 
     def __repr__(self) -> str:
