@@ -11,6 +11,7 @@ import socket
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -92,26 +93,21 @@ def attach_job(check: Callable[[], None], timeout_seconds: float, log: Log, envi
 
 
 def _attach(check: Callable[[], None], timeout_seconds: float, log: Log, environ: Mapping[str, str]) -> ProcessJob:
-    def exchange(own: dict[str, Any], what: str) -> list[dict[str, Any]]:
-        return _gather_over_jax(own, what, timeout_seconds, log)
-
     guard = ExitGuard()
     guard.install()  # JAX holds a process that ends after an error for minutes, waiting for the others.
     try:
-        return _exchange_and_join(exchange, check, guard, timeout_seconds, log, environ)
+        group, network, listener = _exchange(check, timeout_seconds, log, environ)
     except BaseException as error:
         guard.leave_after(error)
         raise
+    return join_job(group, network, timeout_seconds, log, environ, listener, guard=guard)
 
 
-def _exchange_and_join(
-    exchange: Callable[[dict[str, Any], str], list[dict[str, Any]]],
-    check: Callable[[], None],
-    guard: ExitGuard,
-    timeout_seconds: float,
-    log: Log,
-    environ: Mapping[str, str],
-) -> ProcessJob:
+def _exchange(
+    check: Callable[[], None], timeout_seconds: float, log: Log, environ: Mapping[str, str]
+) -> tuple[WorkerGroup, NetworkOptions, socket.socket | None]:
+    """Return what the control channel needs, as all processes agree on it; the socket is that of the chief."""
+    exchange = partial(_gather_over_jax, limit=timeout_seconds, log=log)
     every = exchange(_introduction(check, environ), "an introduction")
     _raise_first(every)
     _check_secrets(every)
@@ -134,7 +130,7 @@ def _exchange_and_join(
         local_workers=machines.count(machines[own]),
         source=SOURCE,
     )
-    return join_job(group, network, timeout_seconds, log, environ, listener, guard=guard)
+    return group, network, listener
 
 
 def _introduction(check: Callable[[], None], environ: Mapping[str, str]) -> dict[str, Any]:
