@@ -14,7 +14,7 @@ import keras
 
 from lockstep._errors import ClusterError, OptionError
 from lockstep.distributed.cluster.env_reader import NetworkOptions
-from lockstep.distributed.cluster.membership import SINGLE_JOBS, ClusterSpec, Membership
+from lockstep.distributed.cluster.membership import JOBS, SINGLE_JOBS, Membership, addresses_of, count_tasks
 from lockstep.distributed.control.handshake import Peer, check_closed, open_listener
 from lockstep.distributed.resolvers.base import ClusterResolver
 from lockstep.parameter_server.gradient_step import rules_of, specs_of
@@ -112,40 +112,25 @@ def find_role(resolver: ClusterResolver | None) -> ProcessRole:
             f"{_STRATEGY} needs it. {_FIX}"
         )
     _check_complete(membership)
-    addresses = {job: _addresses(membership, job) for job in membership.spec.jobs}
+    addresses = {job: addresses_of(membership.source, membership.spec, job) for job in JOBS}
     return ProcessRole(
         job=membership.task_type,
         index=membership.task_id,
         chief=addresses["chief"][0],
         workers=addresses["worker"],
         servers=addresses["ps"],
-        evaluator=next(iter(addresses.get("evaluator", ())), None),
+        evaluator=next(iter(addresses["evaluator"]), None),
         source=membership.source,
     )
 
 
 def _check_complete(membership: Membership) -> None:
-    spec = membership.spec
-    if not all(_count(spec, job) for job in ("chief", "worker", "ps")):
-        found = ", ".join(f"{_count(spec, job) or 'no'} {job}" for job in ("chief", "worker", "ps"))
+    counts = {job: count_tasks(membership.spec, job) for job in ("chief", "worker", "ps")}
+    if not all(counts.values()):
+        found = ", ".join(f"{count or 'no'} {job}" for job, count in counts.items())
         raise ClusterError(
             f"{membership.source}: {_STRATEGY} needs a chief, a worker or more, and a ps or more; the cluster has {found}. {_FIX}"
         )
-
-
-def _count(spec: ClusterSpec, job: str) -> int:
-    return spec.num_tasks(job) if job in spec.jobs else 0
-
-
-def _addresses(membership: Membership, job: str) -> tuple[str, ...]:
-    """Return the addresses of a job by index; ClusterError if one of them is not known."""
-    tasks = membership.spec.job_tasks(job)
-    known = tuple(address for address in tasks if address is not None)
-    if len(known) < len(tasks):
-        raise ClusterError(
-            f"{membership.source}: {job} {tasks.index(None)} has no address; expected those of all, got {membership.spec!r}. Fix: add it."
-        )
-    return known
 
 
 @dataclass(frozen=True)

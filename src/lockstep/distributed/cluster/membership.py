@@ -367,28 +367,26 @@ def find_membership(
         return Membership(spec, job, index, source, None)
     if job == "evaluator":
         return Membership(spec, job, index, source, _evaluator_group(source, spec, index))
-    tasks = [
-        (name, number) for name in _TRAINING if name in spec.jobs for number in range(_count_tasks(source, spec, name))
-    ]
-    listed = [spec.task_address(*task) for task in tasks]
+    chief, workers = (addresses_of(source, spec, name) for name in _TRAINING)
+    listed = [*chief, *workers]
     coordinator = resolve_coordinator(environ, lambda: split_address("worker 0", listed[0]))
     hosts = [host_of(address).lower() for address in listed]
-    own = tasks.index((job, index))
+    own = index if job == "chief" else len(chief) + index
     group = WorkerGroup(
-        workers=len(tasks),
+        workers=len(listed),
         index=own,
         coordinator=coordinator,
         addresses=(coordinator, *listed[1:]),
         local_index=hosts[:own].count(hosts[own]),
         local_workers=hosts.count(hosts[own]),
         source=source,
-        notes=_notes(source, spec, len(tasks)),
+        notes=_notes(source, spec, len(listed)),
     )
     return Membership(spec, job, index, source, group)
 
 
 def _check_task(source: str, spec: ClusterSpec, job: str | None, index: int | None) -> tuple[str, int]:
-    training = [name for name in _TRAINING if name in spec.jobs and spec.num_tasks(name)]
+    training = [name for name in _TRAINING if count_tasks(spec, name)]
     if job is None and index is None and len(training) == 1 and spec.num_tasks(training[0]) == 1:
         return training[0], spec.task_indices(training[0])[0]
     if job is None or index is None:
@@ -418,25 +416,30 @@ def _check_task(source: str, spec: ClusterSpec, job: str | None, index: int | No
     return job, int(index)
 
 
-def _count_tasks(source: str, spec: ClusterSpec, job: str) -> int:
-    """Return the number of tasks of a job; ClusterError if one of them has no address."""
-    if None in spec.job_tasks(job):
-        missing = spec.job_tasks(job).index(None)
+def count_tasks(spec: ClusterSpec, job: str) -> int:
+    """Return the number of tasks of a job whose address is known, 0 if the cluster has no such job."""
+    return spec.num_tasks(job) if job in spec.jobs else 0
+
+
+def addresses_of(source: str, spec: ClusterSpec, job: str) -> tuple[str, ...]:
+    """Return the addresses of a job by index, none if the cluster has no such job; ClusterError if one of them is not known."""
+    tasks = spec.job_tasks(job) if job in spec.jobs else []
+    known = tuple(address for address in tasks if address is not None)
+    if len(known) < len(tasks):
         raise ClusterError(
-            f"{source}: {job} {missing} has no address; expected those of all that train, got {spec!r}. Fix: add it."
+            f"{source}: {job} {tasks.index(None)} has no address; expected those of all, got {spec!r}. Fix: add it."
         )
-    return spec.num_tasks(job)
+    return known
 
 
 def _evaluator_group(source: str, spec: ClusterSpec, index: int) -> WorkerGroup:
-    is_listed = "evaluator" in spec.jobs and spec.num_tasks("evaluator")
-    own = spec.task_address("evaluator", index) if is_listed else f"127.0.0.1:{DEFAULT_PORT}"
+    own = spec.task_address("evaluator", index) if count_tasks(spec, "evaluator") else f"127.0.0.1:{DEFAULT_PORT}"
     note = f"{source}: this process is the evaluator: it runs alone and is none of the workers that train."
     return WorkerGroup(1, 0, own, (own,), source=source, notes=(note,))
 
 
 def _notes(source: str, spec: ClusterSpec, workers: int) -> tuple[str, ...]:
-    servers = spec.num_tasks("ps") if "ps" in spec.jobs else 0
+    servers = count_tasks(spec, "ps")
     if not servers:
         return ()
     are = "worker trains" if workers == 1 else "workers train"
