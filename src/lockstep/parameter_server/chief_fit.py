@@ -8,7 +8,7 @@ import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ from lockstep._errors import PEER_LOST, ClusterError
 from lockstep._keras.trainer import variables_of
 from lockstep.data.keras_adapter import KerasInput
 from lockstep.devices.placement import is_rows
-from lockstep.parameter_server.gradient_step import count_batch_rows, nonempty_parts
+from lockstep.parameter_server.gradient_step import count_batch_rows, metric_logs_of, nonempty_parts
 from lockstep.parameter_server.sharding import ShardingPlan
 from lockstep.parameter_server.staleness import UpdateCounters
 from lockstep.parameter_server.state_sync import State, StateSync, differs
@@ -91,6 +91,7 @@ class ChiefFit:
         self._pass_key = ""  # Key of what workers need to know to read the batches of the pass.
         self._hooks_published = self._epochs_published = 0
         self._state_after_steps: State | None = None  # None if a batch was scheduled since.
+        self._metric_logs = jax.jit(partial(metric_logs_of, model))
         self._logs: dict[str, Any] = {}
         self._keras_logs: dict[str, Any] = {}  # as the last step returned them to Keras
         self._is_broken = False  # Set during an exchange with the servers, so that none follows a failed one, and after a failed batch.
@@ -273,15 +274,6 @@ class ChiefFit:
         metric_logs = self._metric_logs(metrics)
         own = {name: _mean(name, reports) for name in reports[0]["logs"]}
         return {name: own.get(name, metric_logs.get(name)) for name in reports[0]["names"]}
-
-    @cached_property
-    def _metric_logs(self) -> Callable[[list[Any]], dict[str, Any]]:
-        return jax.jit(self._metrics_result)
-
-    def _metrics_result(self, metrics: list[Any]) -> dict[str, Any]:
-        pairs = list(zip(self._model.metrics_variables, metrics, strict=True))
-        with keras.StatelessScope(state_mapping=pairs):
-            return self._model.get_metrics_result()
 
 
 def _size_of(batch: Any) -> int:

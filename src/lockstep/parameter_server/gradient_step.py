@@ -260,10 +260,14 @@ class GradientStep:
     def _step_with_metric_logs(self, state: Any, batch: Any) -> tuple[Any, Any]:
         """Run Keras's step, and return the results of the metrics besides its logs."""
         logs, new = self._keras_step(state, batch)
-        pairs = list(zip(self._model.metrics_variables, new[3], strict=True))
-        with keras.StatelessScope(state_mapping=pairs):
-            metric_logs = self._model.get_metrics_result()
-        return (logs, metric_logs), new
+        return (logs, metric_logs_of(self._model, new[3])), new
+
+
+def metric_logs_of(model: keras.Model, metrics: Sequence[Any]) -> dict[str, Any]:
+    """Return the results of a model's metrics for these values of their variables."""
+    pairs = list(zip(model.metrics_variables, metrics, strict=True))
+    with keras.StatelessScope(state_mapping=pairs):
+        return model.get_metrics_result()
 
 
 def iterations_of(model: keras.Model) -> int | None:
