@@ -105,7 +105,7 @@ class ChiefFitDispatch(ProcessGroup):
         # What JSON has no form for is text in the history of other processes.
         logs = json.dumps(logs_as_json(history.history), default=str)
         texts = {_HOOKS: as_text(data.epoch_hooks), _HISTORY: logs.encode()}
-        values = {name: np.asarray(variable.value) for name, variable in synced_variables(model).items()}
+        values = function_scheduler_base.values_of(synced_variables(model))
         kept = {name: np.frombuffer(text, np.uint8) for name, text in texts.items()}
         self._dispatcher.close(result, values, kept_arrays=kept)
         return history
@@ -242,12 +242,7 @@ class WorkerFitDispatch(ProcessGroup):
 
     def _apply_result(self, model: keras.Model, result: Published) -> keras.callbacks.History:
         """Give the model the chief's weights, and return the chief's history as the result of ``fit``."""
-        variables = synced_variables(model)
-        for name, variable in variables.items():
-            if name in result.arrays:
-                variable.assign(result.arrays[name])
-        if variables and variables.keys().isdisjoint(result.arrays):
-            self._context.log(function_scheduler_base.WEIGHTS_DROPPED)
+        function_scheduler_base.set_values(synced_variables(model), result.arrays, self._context.log)
         history = keras.callbacks.History()
         history.history, history.epoch = _decoded(result, _HISTORY), list(result.what["epoch"])
         history.set_model(model)

@@ -20,9 +20,9 @@ import numpy as np
 
 from lockstep._array_encoding import decode_tree, encode_tree
 from lockstep._errors import OptionError, ScopeError
-from lockstep._keras.trainer import variables_of
 from lockstep.data.keras_adapter import KerasInput
 from lockstep.data.random_state import capture_random_state, restore_random_state
+from lockstep.fit.checkpointing.model_state import named_variables
 from lockstep.parameter_server.gradient_step import GradientStep
 from lockstep.parameter_server.process_role import ProcessContext
 
@@ -155,36 +155,36 @@ class SchedulerBase(ABC):
         """Have the servers apply gradients."""
 
 
-def _variables_of_weights(model: keras.Model) -> dict[str, keras.Variable]:
-    trainable, non_trainable, *_ = variables_of(model)
-    return {str(number): variable for number, variable in enumerate([*trainable, *non_trainable])}
+def weights_of(model: keras.Model) -> dict[str, keras.Variable]:
+    """Return by name a model's variables, which are equal on all processes after a join."""
+    return named_variables(model, "trainable", "non_trainable")
 
 
-def _numbers_of_optimizer(model: keras.Model) -> dict[str, keras.Variable]:
-    return {f"optimizer {number}": one for number, one in enumerate(variables_of(model)[2]) if not one.shape}
+def optimizer_numbers_of(model: keras.Model) -> dict[str, keras.Variable]:
+    """Return by name the optimizer's variables that are one number, such as its count of steps; they are equal after a join, too."""
+    return {name: variable for name, variable in named_variables(model, "optimizer").items() if not variable.shape}
 
 
-def weights_of(model: keras.Model) -> dict[str, np.ndarray]:
-    """Return by number the values of a model's variables, which are equal on all processes after a join."""
-    return {name: np.asarray(variable.value) for name, variable in _variables_of_weights(model).items()}
-
-
-def optimizer_numbers_of(model: keras.Model) -> dict[str, np.ndarray]:
-    """Return the optimizer's variables that are one number, such as its count of steps; they are equal after a join, too."""
-    return {name: np.asarray(variable.value) for name, variable in _numbers_of_optimizer(model).items()}
-
-
-WEIGHTS_DROPPED = (
+_WEIGHTS_DROPPED = (
     "it has come to the end of a call after the end of a later one, whose weights the chief holds now: its model has the weights "
     "that it had, until the end of that later call"
 )
 
 
-def set_weights(model: keras.Model, weights: Mapping[str, np.ndarray]) -> None:
-    """Give a model values of :func:`weights_of` and :func:`optimizer_numbers_of`; variables without a value stay as they are."""
-    for name, variable in (_variables_of_weights(model) | _numbers_of_optimizer(model)).items():
-        if name in weights:
-            variable.assign(weights[name])
+def values_of(variables: Mapping[str, keras.Variable]) -> dict[str, np.ndarray]:
+    """Return the values of variables, by name."""
+    return {name: np.asarray(variable.value) for name, variable in variables.items()}
+
+
+def set_values(
+    variables: Mapping[str, keras.Variable], values: Mapping[str, np.ndarray], log: Callable[[str], None]
+) -> None:
+    """Give variables the values of the chief's. Those without a value stay as they are; a log line says so if all do."""
+    found = variables.keys() & values.keys()
+    for name in found:
+        variables[name].assign(values[name])
+    if variables and not found:
+        log(_WEIGHTS_DROPPED)
 
 
 def encode_result(value: Any, source: str) -> dict[str, np.ndarray]:

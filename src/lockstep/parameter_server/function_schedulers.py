@@ -30,7 +30,6 @@ from lockstep.execution.replica import StateMerge
 from lockstep.parameter_server.cluster_coordinator import resolve_per_worker
 from lockstep.parameter_server.function_scheduler_base import (
     VALUE,
-    WEIGHTS_DROPPED,
     Arguments,
     Outcome,
     SchedulerBase,
@@ -40,8 +39,9 @@ from lockstep.parameter_server.function_scheduler_base import (
     follow_evaluation,
     optimizer_numbers_of,
     push_number,
-    set_weights,
+    set_values,
     state_after_evaluation,
+    values_of,
     weights_of,
 )
 from lockstep.parameter_server.gradient_step import GradientStep, Values, names_of
@@ -103,7 +103,7 @@ class ChiefScheduler(SchedulerBase):
         try:
             if not self._dispatcher.has_failed:
                 self._sync_variables()
-                self._dispatcher.close({}, weights_of(self._model) | optimizer_numbers_of(self._model))
+                self._dispatcher.close({}, values_of(weights_of(self._model) | optimizer_numbers_of(self._model)))
         finally:
             if self._client is not None:
                 self._client.close()
@@ -121,7 +121,7 @@ class ChiefScheduler(SchedulerBase):
     def join(self) -> None:
         if self.is_open:
             self._sync_variables()
-            weights, numbers = weights_of(self._model), optimizer_numbers_of(self._model)
+            weights, numbers = values_of(weights_of(self._model)), values_of(optimizer_numbers_of(self._model))
             self._dispatcher.publish_sync_point({}, numbers, weights=weights)
 
     def done(self) -> bool:
@@ -261,10 +261,11 @@ class WorkerScheduler(SchedulerBase):
             if self._runner is not None:
                 self._runner.close()
             self._server = self._runner = None
-        set_weights(self._model, result.arrays)
-        if weights_of(self._model).keys().isdisjoint(result.arrays):
-            self._context.log(WEIGHTS_DROPPED)
+        self._set_values(result)
         self._task_client.leave(self._call)
+
+    def _set_values(self, found: Published) -> None:
+        set_values(weights_of(self._model) | optimizer_numbers_of(self._model), found.arrays, self._context.log)
 
     def _run_until_end(self) -> Published:
         if self._runner is None:
@@ -279,7 +280,7 @@ class WorkerScheduler(SchedulerBase):
 
     def join(self) -> None:
         if self.is_open:
-            set_weights(self._model, self._wait_for_sync_point().arrays)
+            self._set_values(self._wait_for_sync_point())
             self._functions.clear()
 
     def done(self) -> bool:
