@@ -6,7 +6,7 @@ return with the chief's history and the chief's weights. ``evaluate`` runs at th
 
 import json
 from collections.abc import Callable
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import closing, nullcontext
 from typing import Any
 
 import keras
@@ -172,13 +172,10 @@ class WorkerFitDispatch(ProcessGroup):
     def note_progress(self) -> None:
         """Do nothing: no other process waits for this one longer than for a task."""
 
-    def _preemption(self, arguments: dict[str, Any]) -> AbstractContextManager[Preemption | None]:
-        """Return the handler of preemption if there is a backup: the chief then needs this process for its last checkpoint."""
-        backup = single_callback(fit_wrapper.callbacks_in(arguments), BackupAndRestore)
-        return Preemption(self) if backup else nullcontext()
-
     def _run_fit(self, model: keras.Model, arguments: dict[str, Any]) -> Published:
-        with self._preemption(arguments) as preemption:
+        backup = single_callback(fit_wrapper.callbacks_in(arguments), BackupAndRestore)
+        # If there is a backup, the chief needs this process for its last checkpoint.
+        with Preemption(self) if backup else nullcontext() as preemption:
             return self._work_for_chief(model, arguments, preemption)
 
     def _work_for_chief(
@@ -191,8 +188,8 @@ class WorkerFitDispatch(ProcessGroup):
         try:
             if result is None:
                 result = self._run_role(model, batches, arguments.get("validation_data"), preemption)
-            if self._context.role.job == "worker":
-                _read_to_end(batches, result)
+            if self._context.role.job == "worker":  # It may have got no batch, or have come after the end.
+                batches.follow(_decoded(result, _HOOKS), result.what["taken"])
         except Exception as error:
             self._task_client.report_failure(error)
             raise
@@ -248,11 +245,6 @@ class WorkerFitDispatch(ProcessGroup):
         history.set_model(model)
         model.history = history
         return history
-
-
-def _read_to_end(batches: IndexedBatches, result: Published) -> None:
-    """Bring the data of a worker to where the chief's are at the end of a call, even if it got no batch, or came after the end."""
-    batches.follow(_decoded(result, _HOOKS), result.what["taken"])
 
 
 def _decoded(result: Published, name: str) -> Any:

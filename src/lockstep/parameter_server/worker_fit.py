@@ -73,16 +73,16 @@ class WorkerFit:
         self._preemption, self._workers = preemption, workers
         self._last_in_flight: int | None = None  # Number of an update, if this process was signalled.
         self._task_client, self._client, self._call = task_client, client, call
-        self._merge_rules = merge_rules(model)
+        rules = merge_rules(model)
         self._touched, self._log = TouchedRows(model, log), log
         model.reset_metrics()
         self._zero_metrics = [np.asarray(variable.value) for variable in variables_of(model)[3]]
         self._pass = ""
-        self._followed = FollowedState(self._merge_rules, lambda: task_client.wait_for(call, STATE))
+        self._followed = FollowedState(rules, lambda: task_client.wait_for(call, STATE))
         self._hooks: list[EpochHook] = []
         self._non_trainable: Values = []
         self._steps_before = 0
-        self._additivity = Additivity(self._merge_rules)
+        self._additivity = Additivity(rules)
         self._traffic = 0
         self._is_checked = False  # whether the parts of a batch give the numbers of the batch
 
