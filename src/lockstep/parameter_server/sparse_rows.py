@@ -113,7 +113,9 @@ class EmbeddingRows:
         self._model, self._tables = model, dict(tables)
         self._takes_training = "training" in inspect.signature(model.call).parameters
         self._reasons: dict[Any, dict[str, str]] = {}
-        self._program = jax.jit(lambda x: self._ids(*self._zeros(), x))
+        kinds = model.trainable_variables, model.non_trainable_variables
+        self._variables = [[jax.ShapeDtypeStruct(each.shape, each.dtype) for each in kind] for kind in kinds]
+        self._program = jax.jit(lambda x: self._ids(jax.tree.map(jnp.zeros_like, self._variables), x))
 
     def rows(self, x: Any) -> dict[str, np.ndarray]:
         """Return by path the rows, rising, int32, that inputs need of each table whose rows can be known before the step."""
@@ -136,29 +138,21 @@ class EmbeddingRows:
         return self._reasons[signature]
 
     def _find_unknown_tables(self, x: Any) -> dict[str, str]:
-        kinds = self._model.trainable_variables, self._model.non_trainable_variables
-        values = [[jax.ShapeDtypeStruct(each.shape, each.dtype) for each in kind] for kind in kinds]
         try:
-            traced = jax.make_jaxpr(self._ids)(*values, x).jaxpr
+            traced = jax.make_jaxpr(self._ids)(self._variables, x).jaxpr
         except Exception as error:  # The user's model; its own train_step may call it in another way.
             return dict.fromkeys(self._tables, f"the model cannot be called on a batch alone ({error})")
-        count = sum(map(len, values))
+        count = sum(map(len, self._variables))
         depend = [_depends_on(traced, each, traced.invars[:count]) for each in traced.outvars]
         reason = "which rows are looked up depends on variables of the model"
         return {name: reason for name, depends in zip(sorted(self._tables), depend, strict=True) if depends}
 
-    def _zeros(self) -> tuple[list[jax.Array], list[jax.Array]]:
-        trainable, others = self._model.trainable_variables, self._model.non_trainable_variables
-        return [jnp.zeros(each.shape, each.dtype) for each in trainable], [
-            jnp.zeros(each.shape, each.dtype) for each in others
-        ]
-
-    def _ids(self, trainable: list[Any], non_trainable: list[Any], x: Any) -> dict[str, jax.Array]:
+    def _ids(self, variables: list[list[Any]], x: Any) -> dict[str, jax.Array]:
         """Return for each table the numbers of its rows, in any order; the table's height stands for no row."""
         found: Ids = {name: [jnp.zeros((0,), "int32")] for name in self._tables}
         options = {"training": True} if self._takes_training else {}
         with patched_method(LAYER_CALL, self._tables.values(), self._recording_call(found)):
-            self._model.stateless_call(trainable, non_trainable, x, **options)
+            self._model.stateless_call(*variables, x, **options)
         return {name: jnp.concatenate(each) for name, each in found.items()}
 
     def _recording_call(self, found: Ids) -> Callable[[Any, Any], Any]:
