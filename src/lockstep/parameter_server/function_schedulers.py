@@ -247,9 +247,7 @@ class WorkerScheduler(SchedulerBase):
         if self._context.role.job == "ps":
             self._server = self._context.serve_variables(model, call)
         if self._context.role.job == "worker":
-            connect = lambda: self._context.connect_to_servers(self._context.plan_for(model), call)  # noqa: E731
-            name = self._context.role.name
-            self._runner = FunctionRunner(model, self._training, self._task_client, call, connect, name)
+            self._runner = FunctionRunner(self._context, model, self._training, self._task_client, call)
 
     def _end(self) -> None:
         try:
@@ -362,15 +360,13 @@ class FunctionRunner:
 
     def __init__(
         self,
+        context: ProcessContext,
         model: keras.Model,
         training: TrainingModels,
         task_client: TaskClient,
         call: int,
-        connect: Callable[[], VariableClient],
-        name: str,
     ) -> None:
-        self._model, self._training = model, training
-        self._connect, self._name = connect, name
+        self._context, self._model, self._training, self._call = context, model, training, call
         self._names, self._merge_rules = names_of(model), merge_rules(model)
         self._client: VariableClient | None = None
         self._step: GradientStep | None = None
@@ -389,7 +385,9 @@ class FunctionRunner:
                 args, kwargs = resolve_per_worker(arguments)
                 found = function(*args, **kwargs)
         except StopIteration as end:
-            raise InputError(f"{name}: {self._name} has no more batches in its own data. Fix: repeat them.") from end
+            raise InputError(
+                f"{name}: {self._context.role.name} has no more batches in its own data. Fix: repeat them."
+            ) from end
         finally:
             self._task = None
         if self._has_pulled:
@@ -459,7 +457,7 @@ class FunctionRunner:
     def _pull_values(self, will_push: bool = True) -> tuple[Mapping[str, np.ndarray], int]:
         """Return the newest values, and the number of updates that made them."""
         if self._client is None:
-            self._client = self._connect()
+            self._client = self._context.connect_to_servers(self._context.plan_for(self._model), self._call)
         self._has_pulled = self._has_pulled or will_push
         return self._client.pull(will_push=will_push), max(self._client.versions)
 
