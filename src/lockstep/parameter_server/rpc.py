@@ -21,7 +21,6 @@ from lockstep.distributed.control.handshake import (
     HandshakeError,
     HandshakeServer,
     Peer,
-    RejectionLog,
     RetryableConnectError,
     connect,
     introduce,
@@ -272,6 +271,9 @@ class ArrayServer:
         listener: a listening socket, which belongs to this object from now on.
         secret: that clients must know; None: none.
         log: takes lines.
+
+    Attributes:
+        rejections: why connections were closed.
     """
 
     def __init__(
@@ -286,14 +288,10 @@ class ArrayServer:
         self._me, self._handler, self._listener = me, handler, listener
         self._loop = EventLoop(f"lockstep-accept-{me.index}")
         self._handshakes = HandshakeServer(self._loop, secret, self._on_peer, log)
+        self.rejections = self._handshakes.rejections
         self._sockets: set[socket.socket] = set()
         self._lock = threading.Lock()
         self._stopped = threading.Event()
-
-    @property
-    def rejections(self) -> RejectionLog:
-        """Why connections were closed."""
-        return self._handshakes.rejections
 
     def start(self) -> None:
         """Start to accept connections."""
