@@ -17,10 +17,16 @@ from lockstep.distributed.cluster.env_reader import gpu_files, has_accelerators,
 from lockstep.distributed.jax_init import _idle_gpus, share_of_gpus
 from lockstep.distributed.resolvers import resolve
 from lockstep.launch.launch_config import LaunchConfig
-from lockstep.launch.rank_assignment import RankAssignment, find_node_rank, reserved_addresses
+from lockstep.launch.rank_assignment import (
+    NodeProcesses,
+    ProcessName,
+    RankAssignment,
+    find_node_rank,
+    reserved_addresses,
+)
 from lockstep.launch.restart_policy import RestartBudget
 from lockstep.launch.supervisor import LocalRestartLoop
-from lockstep.launch.worker_environment import gpu_share, inherited_variables
+from lockstep.launch.worker_environment import gpu_variables, inherited_variables
 from tests.distributed.threaded_job import ThreadedJob
 from tests.launch.launching import program, started
 
@@ -253,4 +259,6 @@ def test_tpus_are_accelerators_if_jax_may_use_them(file, tmp_path, monkeypatch):
     ],
 )
 def test_each_gpu_belongs_to_one_worker(gpus, workers, shares):
-    assert [gpu_share(list(gpus), local, workers) for local in range(workers)] == shares
+    here = NodeProcesses([ProcessName("worker", local) for local in range(workers)])
+    found = [gpu_variables(list(gpus), process, here) for process in here.all]
+    assert [variables.get("CUDA_VISIBLE_DEVICES") for variables in found] == shares

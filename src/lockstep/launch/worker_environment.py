@@ -62,20 +62,11 @@ def gpu_variables(gpus: list[str], process: ProcessName, processes: NodeProcesse
     """
     if process not in processes.workers:
         return {"CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu"}
-    share = gpu_share(gpus, processes.workers.index(process), len(processes.workers))
-    return {} if share is None else {"CUDA_VISIBLE_DEVICES": share}
-
-
-def gpu_share(gpus: list[str], local: int, workers: int) -> str | None:
-    """Return CUDA_VISIBLE_DEVICES of the worker with this number on this node; None: it sees the same GPUs as the supervisor.
-
-    Example:
-        >>> gpu_share(["0", "1", "2"], 1, 2)
-        '1,2'
-    """
+    local, workers = processes.workers.index(process), len(processes.workers)
     if workers == 1 or len(gpus) < workers:
-        return None
-    return ",".join(gpus[local * len(gpus) // workers : (local + 1) * len(gpus) // workers])
+        return {}  # It sees the same GPUs as the supervisor.
+    share = gpus[local * len(gpus) // workers : (local + 1) * len(gpus) // workers]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(share)}
 
 
 @dataclass(frozen=True)
