@@ -140,15 +140,13 @@ def verify_proof(given: object, secret: bytes, role: str, *texts: str) -> bool:
     return isinstance(given, str) and hmac.compare_digest(given.encode("utf-8", "surrogatepass"), expected)
 
 
-def make_session(
-    secret: bytes, client_nonce: str, server_nonce: str, *, is_client: bool, covers_arrays: bool = True
-) -> Session:
+def make_session(secret: bytes, client_nonce: str, server_nonce: str, *, is_client: bool) -> Session:
     """Return what authenticates the messages of one end of a connection; no other connection has the same keys."""
     to_server, to_client = (
         MacCounter(_mac(secret, direction, client_nonce, server_nonce)) for direction in ("to server", "to client")
     )
     sent, received = (to_server, to_client) if is_client else (to_client, to_server)
-    return Session(sent, received, covers_arrays)
+    return Session(sent, received)
 
 
 def _mac(secret: bytes, *texts: str) -> bytes:
@@ -198,15 +196,7 @@ class ServerHandshake:
             return
         if not verify_proof(proof, self._secret, "worker", self._client_nonce, self._nonce, peer):
             raise HandshakeError("it does not know the secret of this job")
-        self._connection.authenticate(
-            make_session(
-                self._secret,
-                self._client_nonce,
-                self._nonce,
-                is_client=False,
-                covers_arrays=not self._connection.is_local,
-            )
-        )
+        self._connection.authenticate(make_session(self._secret, self._client_nonce, self._nonce, is_client=False))
 
 
 class RejectionLog:
@@ -375,9 +365,7 @@ def introduce(connection: FramedSocket, me: Peer, secret: bytes | None, seconds:
         connection.send(join_request(me))
     else:
         connection.send(join_request(me, make_proof(secret, "worker", nonce, server_nonce, _describe(me))))
-        connection.authenticate(
-            make_session(secret, nonce, server_nonce, is_client=True, covers_arrays=not connection.is_local)
-        )
+        connection.authenticate(make_session(secret, nonce, server_nonce, is_client=True))
     connection.set_limit(MAX_BYTES)
 
 

@@ -25,7 +25,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lockstep._errors import MAX_WAIT_SECONDS, OptionError
@@ -213,7 +213,6 @@ class FramedSocket:
     Attributes:
         ended: why no more messages can come; None while they can.
         address: address of the other end.
-        is_local: whether both ends are loopback addresses of this machine.
         session: authenticates the messages; None: they are not authenticated.
     """
 
@@ -223,7 +222,6 @@ class FramedSocket:
         self._frames = FrameDecoder(limit)
         self._unsent = bytearray()
         self._is_send_closed = False
-        self.is_local = is_local(connected)
         self.ended: str | None = None
         self.address = configure(connected)
         self.session: Session | None = None
@@ -242,8 +240,9 @@ class FramedSocket:
         self._frames.limit = limit
 
     def authenticate(self, session: Session) -> None:
-        """Authenticate all messages from now on."""
-        self.session, self._frames.macs = session, session.received
+        """Authenticate all messages from now on; arrays only if the other end may be on another machine."""
+        self.session = replace(session, covers_arrays=not is_local(self._socket))
+        self._frames.macs = session.received
 
     def limit_unacknowledged(self, seconds: float) -> None:
         """See :func:`limit_unacknowledged`."""
