@@ -264,14 +264,10 @@ class WorkerGroup:
 
     def _check_types(self) -> None:
         instance_of(str, "source", self.source, "a text")
-        whole_number(f"{self.source}: workers", self.workers, minimum=None, maximum=sys.maxsize)
-        for name in ("index", "local_index", "local_workers"):
+        for name in ("workers", "index", "local_index", "local_workers"):
             whole_number(f"{self.source}: {name}", vars(self)[name], minimum=None, maximum=sys.maxsize)
-        for name in ("addresses", "notes"):
-            texts = vars(self)[name]
-            if not (texts is None and name == "addresses") and not (
-                isinstance(texts, tuple) and all(isinstance(text, str) for text in texts)
-            ):
+        for name, texts in {"addresses": () if self.addresses is None else self.addresses, "notes": self.notes}.items():
+            if not (isinstance(texts, tuple) and all(isinstance(text, str) for text in texts)):
                 raise OptionError(
                     f"{self.source}: {name}: expected a tuple of texts, got {shown(texts)}. Fix: pass a tuple of str."
                 )
