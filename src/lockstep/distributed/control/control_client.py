@@ -77,7 +77,7 @@ class ControlClient:
         self._process = os.getpid()
         self._heartbeat = _HeartbeatState(peers[0], clock)
         self._missing: dict[str, dict[str, Any]] = {}
-        self._channels = _Channels()
+        self._channels: dict[str, _Channel] = {}  # Each is made at its first call.
         self._leave_lock = threading.Lock()
         self._confirmed = threading.Event()
         self._is_failing = self._has_left = self._stays = self._is_disconnected = self._has_chief_left = False
@@ -164,7 +164,7 @@ class ControlClient:
 
     def forget(self, channel: str) -> None:
         """Make no more calls on a channel."""
-        self._channels.forget(channel)
+        self._channels.pop(channel, None)
 
     @property
     def is_open(self) -> bool:
@@ -226,7 +226,8 @@ class ControlClient:
     ) -> list[Any]:
         what = f"{operation} {topic!r}"
         report = self._report_meanwhile(f"{WAITING}{what}") if channel == MAIN else nullcontext()
-        with self._channels.acquire(channel, what) as call, report:
+        call = self._channels.setdefault(channel, _Channel(channel))
+        with call.acquire(what), report:
             request = {"channel": channel, "number": call.calls, "operation": operation, "topic": topic, "value": value}
             frame = encode({"kind": "call", **request})
             call.begin()
@@ -306,7 +307,8 @@ class ControlClient:
         if message["kind"] == "heartbeat":
             self._missing = message["missing"]
         elif message["kind"] == "result":
-            self._channels.finish(message["channel"], message["values"], message["error"])
+            if (channel := self._channels.get(message["channel"])) is not None:
+                channel.finish(message["values"], message["error"])
         elif message["kind"] == "chief left":
             self._has_chief_left = True
         elif message["kind"] == "noted":
@@ -319,7 +321,7 @@ class ControlClient:
             what = f"died: {connection.ended} unexpectedly. It was the chief."
             self._set_failure(make_failure(FailureKind.DIED, self.peers[0], what))
         self._is_disconnected = True
-        self._channels.finish_all(self._chief_has_left())
+        self._end_calls(self._chief_has_left())
         self._confirmed.set()
 
     def _send_heartbeat(self) -> None:
@@ -332,10 +334,14 @@ class ControlClient:
         if self.failure is not None:
             return
         self.failure = found
-        self._channels.finish_all(found.sentence)
+        self._end_calls(found.sentence)
         self._confirmed.set()
         if not (self._is_failing and found.worker == self.group.index):
             self._on_failure(found)
+
+    def _end_calls(self, error: str) -> None:
+        for channel in tuple(self._channels.values()):
+            channel.finish([], error)
 
 
 @dataclass
@@ -358,6 +364,18 @@ class _Channel:
     error: str | None = None
     in_use: threading.Lock = field(default_factory=threading.Lock)
 
+    @contextmanager
+    def acquire(self, what: str) -> Iterator[None]:
+        """Hold the channel for one call; ``what`` names the call in the error if another thread holds it."""
+        if not self.in_use.acquire(blocking=False):
+            raise ClusterError(
+                f"{what}: another thread waits on channel {self.name!r}. Fix: give this thread a channel of its own."
+            )
+        try:
+            yield
+        finally:
+            self.in_use.release()
+
     def begin(self) -> None:
         """Count one more call."""
         self.calls, self.error = self.calls + 1, None
@@ -375,40 +393,6 @@ class _Channel:
         if is_cancelled.get()():
             raise CancelledError(self.name)
         return False
-
-
-class _Channels:
-    """All channels of a client; each is made when it is first named."""
-
-    def __init__(self) -> None:
-        self._channels: dict[str, _Channel] = {}
-
-    def forget(self, name: str) -> None:
-        """Drop a channel that will not be named again."""
-        self._channels.pop(name, None)
-
-    def finish(self, name: str, values: list[Any], error: str | None) -> None:
-        """Set the result of the call that waits on a channel, if one does."""
-        if name in self._channels:
-            self._channels[name].finish(values, error)
-
-    def finish_all(self, error: str | None) -> None:
-        """End all waiting calls with an error."""
-        for channel in tuple(self._channels.values()):
-            channel.finish([], error)
-
-    @contextmanager
-    def acquire(self, name: str, what: str) -> Iterator[_Channel]:
-        """Hold a channel for one call; ``what`` names the call in the error if another thread holds it."""
-        channel = self._channels.setdefault(name, _Channel(name))
-        if not channel.in_use.acquire(blocking=False):
-            raise ClusterError(
-                f"{what}: another thread waits on channel {name!r}. Fix: give this thread a channel of its own."
-            )
-        try:
-            yield channel
-        finally:
-            channel.in_use.release()
 
 
 class _HeartbeatState:
