@@ -161,7 +161,7 @@ def trained(model, batches, by_rows, *, count=1, partitioner=None, optimizer=lam
         client.fill(values)
         worker = Worker(model, client, TouchedRows(model, said.append) if by_rows else None)
         losses, rows = zip(*[worker.step(x) for x in batches], strict=True)
-        return losses, [state for _, state in client.state()], rows, said, worker.traffic
+        return losses, client.state(), rows, said, worker.traffic
 
 
 def made(build):

@@ -279,7 +279,7 @@ def test_a_job_continues_from_the_state_of_another():
         one.fill(values_of())
         one.push(values_of(seed=1))
         known = [
-            {name: array for name, array in arrays.items() if name.startswith(OPTIMIZER)} for _, arrays in one.state()
+            {name: array for name, array in arrays.items() if name.startswith(OPTIMIZER)} for arrays in one.state()
         ]
         other.fill(one.pull(), known, version=1)
         for client in (one, other):

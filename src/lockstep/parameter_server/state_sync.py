@@ -356,7 +356,7 @@ class StateSync:
 
     def fetch(self) -> State:
         """Return the newest state; no task may run meanwhile."""
-        parts = [arrays for _, arrays in self._client.state()]
+        parts = self._client.state()
         values = {name: join_shards(shards, parts) for name, shards in self._plan.shards.items()}
         trainable = [values[name] for name in names_of(self._model)]
         state = trainable, self.totals.non_trainable, self._optimizer.join(parts), self.totals.metrics

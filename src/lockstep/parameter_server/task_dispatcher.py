@@ -121,7 +121,7 @@ class TaskQueue:
 
 _ABORT_SECONDS = 3.0  # How long an abort waits until all processes have received it.
 _ENTRY_BYTES = 256  # Least size of an entry in the log of sync points.
-_ACKNOWLEDGED: Response = {"kind": "noted", "counts": True}, {}
+_ACKNOWLEDGED: Response = {"kind": "noted"}, {}
 
 Result = tuple[Message, Arrays]
 WhenDone = Callable[["Future[Result]"], object]

@@ -178,11 +178,11 @@ class VariableClient:
         """Tell the servers that this worker has no task until it pulls again, so that the staleness bound ignores it."""
         self._request_all("pause")
 
-    def state(self) -> list[tuple[int, dict[str, np.ndarray]]]:
-        """Return for each server the number of its updates, and all arrays of its variables and optimizer."""
+    def state(self) -> list[dict[str, np.ndarray]]:
+        """Return for each server all arrays of its variables and optimizer."""
         count = self._plan.servers
         replies = self._send_all([{"kind": "state"}] * count, [{}] * count, [check_only_values] * count)
-        return [(int(reply["version"]), strip_prefixes(arrays)) for reply, arrays in replies]
+        return [strip_prefixes(arrays) for _, arrays in replies]
 
     def statistics(self) -> list[Message]:
         """Return for each server ``updates``, and ``staleness``: pairs of a staleness and the number of gradients that had it."""

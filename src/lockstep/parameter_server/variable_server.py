@@ -156,7 +156,7 @@ class VariableService:
             self._store.load(*state)
             self._aggregator, self._completed, self._previous = SyncAggregator(version), CompletedIds(task), None
             self._changed.notify_all()
-        return {"kind": "filled", "version": self._store.snapshot.version}, {}
+        return {"kind": "filled"}, {}
 
     def _push(self, session: ClientSession, message: Message, arrays: Arrays) -> Response:
         if not self._store.is_filled:
@@ -238,8 +238,7 @@ class VariableService:
         return {"kind": "paused"}, {}
 
     def _state(self, session: ClientSession, message: Message, arrays: Arrays) -> Response:
-        version, state = self._store.state()
-        return {"kind": "state", "version": version}, {VALUE + name: array for name, array in state.items()}
+        return {"kind": "state"}, {VALUE + name: array for name, array in self._store.state().items()}
 
     def _statistics(self, session: ClientSession, message: Message, arrays: Arrays) -> Response:
         with self._changed:

@@ -145,12 +145,12 @@ class VariableStore:
             self.snapshot = VariableSnapshot(self.snapshot.version + 1, dict(zip(self._names, values, strict=True)))
             return self.snapshot.version
 
-    def state(self) -> tuple[int, dict[str, np.ndarray]]:
-        """Return the version, and copies of all arrays that :meth:`prepare` needs to restore this state."""
+    def state(self) -> dict[str, np.ndarray]:
+        """Return copies of all arrays that :meth:`prepare` needs to restore this state."""
         with self._update_lock:
             values = {name: np.array(value) for name, value in self.snapshot.values.items()}
             optimizer = {f"{OPTIMIZER}{n}": np.array(value) for n, value in enumerate(self._optimizer_values)}
-            return self.snapshot.version, values | optimizer
+            return values | optimizer
 
     def _apply_optimizer(
         self, values: list[Any], optimizer_values: list[Any], weights: list[Any], gradients: list[Any]
