@@ -238,6 +238,15 @@ def test_names_and_calls(before, after):
         ("import keras, numpy as np\nkeras.Model", "import keras, numpy as np\nkeras.Model"),
         ("from tensorflow import keras\nkeras.Model", "import keras\nkeras.Model"),
         ("from tensorflow.keras.layers import *\nDense", "from keras.layers import *\nDense"),
+        (
+            "from tensorflow.keras.callbacks import *\nfrom tensorflow.distribute import *\nMirroredStrategy(), TensorBoard, BackupAndRestore, CSVLogger",
+            "from keras.callbacks import *\nfrom lockstep.callbacks import BackupAndRestore, TensorBoard\nfrom lockstep import *\n"
+            "MirroredStrategy(), TensorBoard, BackupAndRestore, CSVLogger",
+        ),
+        (
+            "from tensorflow.keras.callbacks import *\nfrom tensorflow.distribute import MirroredStrategy\nclass TensorBoard: pass\nMirroredStrategy",
+            "from keras.callbacks import *\nfrom lockstep import MirroredStrategy\nclass TensorBoard: pass\nMirroredStrategy",
+        ),
         ("from tensorflow.keras import layers as L, models\nL.Dense", "from keras import layers as L, models\nL.Dense"),
         ("from tensorflow import distribute as d\nd.MirroredStrategy", "import lockstep as d\nd.MirroredStrategy"),
         ("from tensorflow.distribute import MirroredStrategy\nMirroredStrategy", "from lockstep import MirroredStrategy\nMirroredStrategy"),

@@ -223,7 +223,7 @@ class ImportBindings:
     """
 
     def __init__(self, source: SourceText) -> None:
-        self._source = source
+        self._source, self._stars = source, _names_of_stars(source)
         self.modules: dict[str, str] = {}
         self.ambiguous: dict[str, ast.stmt] = {}
         imported = list(self._imported())
@@ -236,12 +236,16 @@ class ImportBindings:
 
     def _imported(self) -> Iterator[tuple[str, str, ast.stmt]]:
         for statement in relevant_imports(self._source):
-            for alias in statement.names:
+            for alias in self.names_of(statement):
                 first = alias.name.partition(".")[0]
                 if isinstance(statement, ast.ImportFrom):
                     yield alias.asname or alias.name, of_version_2(f"{statement.module}.{alias.name}"), statement
                 elif first in MODULES:
                     yield alias.asname or first, of_version_2(alias.name) if alias.asname else first, statement
+
+    def names_of(self, statement: ImportNode) -> list[ast.alias]:
+        """Return what a statement imports; of ``import *`` also each name that the program uses."""
+        return [*statement.names, *map(ast.alias, self._stars.get(statement, ()))]
 
     @cached_property
     def chains(self) -> list[DottedName]:
@@ -306,6 +310,19 @@ def relevant_imports(source: SourceText) -> Iterator[ImportNode]:
     for node in source.nodes(ast.stmt):
         if isinstance(node, (ast.Import, ast.ImportFrom)) and is_relevant_import(node):
             yield node
+
+
+def _names_of_stars(source: SourceText) -> dict[ast.stmt, list[str]]:
+    """Return the names that a program uses by each ``import *``: it binds them nowhere else, and no later star has them."""
+    imports = list(relevant_imports(source))
+    stars = [one for one in imports if isinstance(one, ast.ImportFrom) and one.names[0].name == "*"]
+    bound = _bound_names(imports).union(*map(_bound_by, source.nodes(ast.AST))) if stars else set()
+    found: dict[ast.stmt, list[str]] = {}
+    for name in sorted({node.id for node in source.nodes(ast.Name)} - bound):
+        having = [star for star in stars if exists(translated(of_version_2(f"{star.module}.{name}")))]
+        if having:
+            found.setdefault(having[-1], []).append(name)
+    return found
 
 
 def _words(node: ast.AST) -> list[str]:
@@ -504,13 +521,15 @@ def _rewrite_import(statement: ImportNode, used: set[str], bindings: ImportBindi
         same = [f"import {ast.unparse(alias)}" for alias in statement.names]
         return [statement] if list(map(ast.unparse, imports)) == same else imports
     by_module: dict[str, list[ast.alias]] = {}
-    for alias in statement.names:
+    star = translated(str(statement.module)) if statement.names[0].name == "*" else None
+    for alias in bindings.names_of(statement):
         full = f"{statement.module}.{alias.name}"
-        becomes = translated(str(statement.module)) + ".*" if alias.name == "*" else bindings.translated(full)
+        becomes = f"{star}.*" if alias.name == "*" else bindings.translated(full)
         if not becomes.endswith("*") and not exists(becomes):
             becomes = full
         module, _, last = becomes.rpartition(".")
-        by_module.setdefault(module, []).append(_alias(last, alias.asname or alias.name))
+        if alias.name == "*" or module != star:
+            by_module.setdefault(module, []).append(_alias(last, alias.asname or alias.name))
     return [node for module, names in by_module.items() for node in _imports(module, names)]
 
 
