@@ -4,6 +4,8 @@ import keras
 import numpy as np
 import pytest
 
+import lockstep
+
 from .compare import Topology
 
 ROWS, BATCH = 37, 8
@@ -79,3 +81,21 @@ def test_predict_returns_every_row_in_order(topology):
     np.testing.assert_array_equal(model.predict(x, batch_size=7, verbose=0), 2 * x)
     np.testing.assert_array_equal(model.predict_on_batch(x[:5]), 2 * x[:5])
     np.testing.assert_array_equal(model.predict(x[:1], verbose=0), 2 * x[:1])
+
+
+class WithNumbers(keras.Model):
+    """Returns numbers of Python beside its rows."""
+
+    def call(self, x):
+        return {"rows": 2 * x, "levels": 3, "share": 0.5, "is_last": True}
+
+
+@pytest.mark.parametrize(
+    "make", [Topology(2, 2).strategy, lambda: lockstep.ModelParallelStrategy({"data": 2, "model": 4})]
+)
+def test_predict_on_batch_returns_numbers_beside_the_rows(make):
+    x = np.ones((4, 3), "float32")
+    with make().scope():
+        found = WithNumbers().predict_on_batch(x)
+    for name, expected in WithNumbers().predict_on_batch(x).items():
+        np.testing.assert_array_equal(found[name], expected)

@@ -199,9 +199,9 @@ class SpmdExecutor(Executor):
 
         return run
 
-    def _as_rows(self, leaf: jax.Array) -> jax.Array:
-        """Shard an output by rows if the devices share them evenly; XLA shards others."""
-        is_even = leaf.ndim > 0 and leaf.shape[0] % self.placement.row_shards == 0
+    def _as_rows(self, leaf: Any) -> Any:
+        """Shard an output by rows if the devices share them evenly; XLA shards others. It may be a number of Python."""
+        is_even = jnp.ndim(leaf) > 0 and leaf.shape[0] % self.placement.row_shards == 0
         return jax.lax.with_sharding_constraint(leaf, self.placement.row_sharding) if is_even else leaf
 
     def partition_calls(self, layout: BatchLayout, trace: CallTrace) -> CallSizes:
