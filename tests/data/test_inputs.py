@@ -17,7 +17,7 @@ from keras.src.backend.jax.trainer import JAXEpochIterator
 import lockstep
 from lockstep._keras import trainer
 from lockstep.data.keras_adapter import KerasInput, next_batch
-from lockstep.data.sources import InputSource, make_source
+from lockstep.data.sources import InputSource, check_data, make_source
 from tests.laws.compare import Topology
 from tests.support.waiting import DEADLINE
 
@@ -776,6 +776,19 @@ def test_masked_arrays_are_refused_like_by_keras():
     for given in ({"x": np.ma.array(x), "y": y}, {"x": x, "y": np.ma.array(y)}):
         with pytest.raises(lockstep.InputError, match=r"expected arrays, got a masked array, .* Fix: array.filled"):
             model.fit(**given, verbose=0)
+
+
+@pytest.mark.parametrize(
+    ("value", "fix"),
+    [
+        (np.float32(2), r"give a value for each row, as numpy\.full\(rows, value\) does\."),
+        (np.array(["a"]), r"turn texts into numbers, with keras\.layers\.StringLookup or TextVectorization\."),
+        (np.zeros((0, 1)), r"leave out what has no rows\."),
+    ],
+)
+def test_what_has_no_rows_of_numbers_is_refused_with_its_own_fix(value, fix):
+    with pytest.raises(lockstep.InputError, match=rf"^y: expected rows of numbers, got an array of .* Fix: {fix}"):
+        check_data("y", value, is_arrays=True)
 
 
 class OwnLoss(keras.Loss):
