@@ -146,6 +146,8 @@ def fitted_twice(first, second, rate=None, **options):
         ((16, 64), {}, ["batch-without-rate"]),
         ((64, 16), {}, ["batch-without-rate"]),
         ((16, 20), {}, []),
+        ((len(X) // 2, 2 * len(X)), {}, []),
+        ((len(X), 2 * len(X)), {}, []),
         ((16, {"steps_per_epoch": len(X) // 16}), {}, []),
         ((32, {"steps_per_epoch": len(X) // 8}), {}, ["batch-without-rate"]),
         ((16, 64), {"rate": 0.04}, []),

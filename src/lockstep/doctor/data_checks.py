@@ -136,13 +136,13 @@ class FitRecord:
 
 
 def fit_record(call: FitCall, rate: float | None) -> FitRecord | None:
-    """Return the record of a call; None if the batch size is unknown or the learning rate changes during training."""
-    if call.rows is None or rate is None:
-        return None
+    """Return the record of a call; None if the learning rate changes during training, or the batch size is unknown or larger than all data."""
     rows = call.batch_size if call.rows_read is None else call.rows_read
+    if rate is None or rows != call.rows:
+        return None
     optimizer = call.model.optimizer
     kind = type(trainer.inner_optimizer(optimizer))
-    return FitRecord(rows, rate, kind, trainer.batches_per_update(optimizer))  # also if there are fewer rows in all
+    return FitRecord(rows, rate, kind, trainer.batches_per_update(optimizer))
 
 
 def learning_rate_of(call: FitCall) -> float | None:
