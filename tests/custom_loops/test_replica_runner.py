@@ -986,6 +986,26 @@ def test_a_model_made_outside_the_scope_is_called_as_one_of_the_strategy():
     assert not any(map(is_per_replica, state))
 
 
+class OfLists(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.dense = layers.Dense(2)
+
+    def call(self, x):
+        return self.dense(keras.ops.convert_to_tensor(x))
+
+
+def test_a_model_may_be_called_with_lists_of_numbers():
+    strategy, rows = make(2), [[1.0, 2.0, 3.0]]
+    with strategy.scope():
+        model = OfLists()
+        expected = model(np.array(rows, "float32"))
+    values = [variable.value for variable in model.trainable_variables]
+    outputs, _ = strategy.run(lambda values: model.stateless_call(values, [], rows), (values,))
+    for own in strategy.experimental_local_results(outputs):
+        np.testing.assert_allclose(own, expected, rtol=1e-6)
+
+
 @pytest.mark.parametrize("rows", [6, 5, 4, 2])
 def test_a_function_that_merges_sees_the_shapes_of_all_replicas(rows):
     strategy = make(3)

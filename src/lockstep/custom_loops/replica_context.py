@@ -327,7 +327,8 @@ def _call_on_replica(
         return original(trainable, non_trainable, *args, return_losses=return_losses, **kwargs)
     replica = context.replica_id_in_sync_group
     found = [leaf.shape[0] for leaf in jax.tree.leaves((args, kwargs)) if is_array(leaf) and leaf.ndim]
-    rows = next((length for length in found if length in context.lengths), found[0])  # Not that of a shared array.
+    shared = found[0] if found else 1  # Lists of numbers are the same on each replica, as arrays of no replica are.
+    rows = next((length for length in found if length in context.lengths), shared)
     values = list(trainable), list(non_trainable)
     merges, no_proof = _state_merges(
         context, ModelCall.from_arguments(model, original, *values, (args, kwargs), return_losses, rows)
