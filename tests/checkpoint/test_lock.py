@@ -149,6 +149,18 @@ def test_a_lock_that_fails_otherwise_is_an_error(tmp_path, monkeypatch):
         CheckpointStore(tmp_path).lock()
 
 
+@pytest.mark.parametrize("name", ["file", "file/run", "dangling"])
+def test_what_is_no_directory_is_named(name, tmp_path):
+    (tmp_path / "file").touch()
+    (tmp_path / "dangling").symlink_to("nowhere")
+    there = tmp_path / name.partition("/")[0]
+    with pytest.raises(
+        CheckpointError,
+        match=rf"{name}: no lock can be taken: {there} is no directory\. Fix: choose another directory\.",
+    ):
+        CheckpointStore(tmp_path / name).lock()
+
+
 def test_stores_that_are_gone_leave_no_handler_of_forks(tmp_path, monkeypatch):
     registered = []
     monkeypatch.setattr(os, "register_at_fork", lambda **handlers: registered.append(handlers))

@@ -286,6 +286,9 @@ def _failed(what: str, directory: Path, error: OSError, needed: int | None) -> C
     """Make the error for a failed operation of the operating system, which was to write ``needed`` bytes if that is known."""
     problem, _, fix = str(error.strerror or error).partition(" Fix: ")
     sentence = f"{directory}: {what}: {problem.removesuffix('.')}"
+    if isinstance(error, (FileExistsError, NotADirectoryError)) and not directory.is_dir():
+        there = next(path for path in (directory, *directory.parents) if os.path.lexists(path))
+        sentence, fix = f"{directory}: {what}: {there} is no directory", "choose another directory"
     if needed is not None and error.errno in _FULL:
         there = next(path for path in (directory, *directory.parents) if path.exists())
         sentence += f"; it needs {needed:,} bytes, and {shutil.disk_usage(there).free:,} are free"
