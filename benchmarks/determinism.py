@@ -171,7 +171,8 @@ def timed_parts():
     for owner in gc.get_objects():
         for attribute, part in parts.get(type(owner), {}).items():
             timed(owner, attribute, part)
-        if type(owner) is ProgramPart and not owner.is_isolated:
+        is_isolated = type(owner) is ProgramPart and hasattr(getattr(owner.run, "__self__", None), "row_inputs")
+        if type(owner) is ProgramPart and not is_isolated:
             timed(owner, "run", "loss, metrics, optimizer")
     return seconds
 
