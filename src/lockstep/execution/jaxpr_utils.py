@@ -10,11 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Var, jaxpr_as_fun, jaxprs_in_params
+from jax.extend.core.primitives import closed_call_p, jit_p, remat_p
 
 # Returns the outputs of an equation, or None to evaluate it.
 EquationHandler = Callable[[JaxprEqn, list[Any]], Sequence[Any] | None]
 
-CALLS = ("jit", "closed_call", "remat2")
+_PLAIN_CALLS = (jit_p.name, closed_call_p.name)  # From JAX 0.12 on the latter is "eval_jaxpr".
+CALLS = (*_PLAIN_CALLS, remat_p.name)
 CUSTOM_DERIVATIVES = ("custom_jvp_call", "custom_vjp_call")
 _COMPOSED = ("CheckpointName", "Einsum", "Frexp", "Ldexp", "Nonzero", "SearchSorted")
 
@@ -112,7 +114,7 @@ def inline_calls(closed: ClosedJaxpr, primitive: Primitive, refuse: Callable[[st
 
 def inline_all_calls(closed: ClosedJaxpr) -> ClosedJaxpr:
     """Return the jaxpr with each call (jit, custom derivative) replaced by its body; rematerialized functions stay as they are."""
-    names = ("jit", "closed_call", *CUSTOM_DERIVATIVES)
+    names = (*_PLAIN_CALLS, *CUSTOM_DERIVATIVES)
     return _inlined(closed, lambda equation: equation.primitive.name in names, lambda where: None)
 
 
