@@ -379,6 +379,16 @@ def test_the_master_is_as_in_tensorflow(resolver, master):
         resolver.master("worker", 7)
 
 
+@pytest.mark.parametrize("name", ["rpc_layer", "session_master", "environment"])
+@pytest.mark.parametrize("value", [5, ["grpc"], False])
+def test_a_field_of_tf_config_that_must_be_a_text_is_refused_otherwise(name, value):
+    with pytest.raises(
+        lockstep.ClusterError, match=rf"^TF_CONFIG: {name}: expected a text, got .* Fix: write it in double quotes"
+    ):
+        TFConfigClusterResolver(environ=of_spec(SPEC, **{name: value}))
+    assert TFConfigClusterResolver(environ=of_spec(SPEC, **{name: None})).task_id == 1
+
+
 def test_surroundings_and_accelerators_are_told_or_found():
     given = SimpleClusterResolver(SPEC, "", "worker", 0, "cloud", {"GPU": 4}, environ={})
     assert (given.environment, given.num_accelerators("worker", 1)) == ("cloud", {"GPU": 4})

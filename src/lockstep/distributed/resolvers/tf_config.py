@@ -54,9 +54,9 @@ class TFConfigClusterResolver(EnvironmentResolver):
         self._given = task_type, task_id
         super().__init__(environ)
         config = _parse(environ["TF_CONFIG"])
-        self._master = config.get("session_master")
-        self._rpc_layer = config.get("rpc_layer") if rpc_layer is None else rpc_layer
-        self._environment = config.get("environment", "") if environment is None else environment
+        self._master, layer, place = (_text(config, name) for name in ("session_master", "rpc_layer", "environment"))
+        self._rpc_layer = layer if rpc_layer is None else rpc_layer
+        self._environment = place or "" if environment is None else environment
 
     @classmethod
     def is_present(cls, environ: Mapping[str, str]) -> bool:
@@ -101,6 +101,15 @@ def _check_object(value: Any, name: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ClusterError(
             f"TF_CONFIG: {name}: expected a JSON object {{…}}, got {json.dumps(value)}. Fix: write it with json.dumps of a dict."
+        )
+    return value
+
+
+def _text(config: dict[str, Any], name: str) -> str | None:
+    value = config.get(name)
+    if not isinstance(value, str | None):
+        raise ClusterError(
+            f"TF_CONFIG: {name}: expected a text, got {json.dumps(value)}. Fix: write it in double quotes, or leave it out."
         )
     return value
 
