@@ -338,5 +338,5 @@ def test_after_a_join_the_processes_agree_on_the_steps_and_the_learning_rate_of_
         model.optimizer.build(model.trainable_variables)
     ours.optimizer.iterations.assign(7)
     ours.optimizer.learning_rate = 0.25
-    set_values(optimizer_numbers_of(theirs), values_of(optimizer_numbers_of(ours)), print)
+    set_values(optimizer_numbers_of(theirs), values_of(optimizer_numbers_of(ours)))
     assert (int(theirs.optimizer.iterations), float(theirs.optimizer.learning_rate)) == (7, 0.25)

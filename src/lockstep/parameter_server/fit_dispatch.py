@@ -239,7 +239,9 @@ class WorkerFitDispatch(ProcessGroup):
 
     def _apply_result(self, model: keras.Model, result: Published) -> keras.callbacks.History:
         """Give the model the chief's weights, and return the chief's history as the result of ``fit``."""
-        function_scheduler_base.set_values(synced_variables(model), result.arrays, self._context.log)
+        variables = synced_variables(model)
+        if variables and not function_scheduler_base.set_values(variables, result.arrays):
+            self._context.log(function_scheduler_base.WEIGHTS_DROPPED)
         history = keras.callbacks.History()
         history.history, history.epoch = _decoded(result, _HISTORY), list(result.what["epoch"])
         history.set_model(model)

@@ -165,7 +165,7 @@ def optimizer_numbers_of(model: keras.Model) -> dict[str, keras.Variable]:
     return {name: variable for name, variable in named_variables(model, "optimizer").items() if not variable.shape}
 
 
-_WEIGHTS_DROPPED = (
+WEIGHTS_DROPPED = (
     "it has come to the end of a call after the end of a later one, whose weights the chief holds now: its model has the weights "
     "that it had, until the end of that later call"
 )
@@ -176,15 +176,12 @@ def values_of(variables: Mapping[str, keras.Variable]) -> dict[str, np.ndarray]:
     return {name: np.asarray(variable.value) for name, variable in variables.items()}
 
 
-def set_values(
-    variables: Mapping[str, keras.Variable], values: Mapping[str, np.ndarray], log: Callable[[str], None]
-) -> None:
-    """Give variables the values of the chief's. Those without a value stay as they are; a log line says so if all do."""
-    found = variables.keys() & values.keys()
+def set_values(variables: Mapping[str, keras.Variable], values: Mapping[str, np.ndarray]) -> bool:
+    """Give variables the values of the chief's; those without a value stay as they are. Return whether one of them has a value."""
+    found = [name for name in variables if name in values]
     for name in found:
         variables[name].assign(values[name])
-    if variables and not found:
-        log(_WEIGHTS_DROPPED)
+    return bool(found)
 
 
 def encode_result(value: Any, source: str) -> dict[str, np.ndarray]:

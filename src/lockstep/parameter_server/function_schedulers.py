@@ -30,6 +30,7 @@ from lockstep.execution.replica import StateMerge
 from lockstep.parameter_server.cluster_coordinator import resolve_per_worker
 from lockstep.parameter_server.function_scheduler_base import (
     VALUE,
+    WEIGHTS_DROPPED,
     Arguments,
     Outcome,
     SchedulerBase,
@@ -259,11 +260,12 @@ class WorkerScheduler(SchedulerBase):
             if self._runner is not None:
                 self._runner.close()
             self._server = self._runner = None
-        self._set_values(result)
+        if not self._set_values(result):
+            self._context.log(WEIGHTS_DROPPED)
         self._task_client.leave(self._call)
 
-    def _set_values(self, found: Published) -> None:
-        set_values(weights_of(self._model) | optimizer_numbers_of(self._model), found.arrays, self._context.log)
+    def _set_values(self, found: Published) -> bool:
+        return set_values(weights_of(self._model) | optimizer_numbers_of(self._model), found.arrays)
 
     def _run_until_end(self) -> Published:
         if self._runner is None:
