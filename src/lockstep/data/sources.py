@@ -458,12 +458,10 @@ def check_data(argument: str, data: Any, *, is_arrays: bool = False, may_be_empt
         if is_array and (not leaf.ndim or leaf.dtype.kind in NON_NUMERIC_KINDS or not (may_be_empty or len(leaf))):
             if leaf.dtype.kind in NON_NUMERIC_KINDS:
                 fix = "turn texts into numbers, with keras.layers.StringLookup or TextVectorization"
+            elif leaf.ndim:
+                fix = "leave out what has no rows"
             else:
-                fix = (
-                    "leave out what has no rows"
-                    if leaf.ndim
-                    else "give a value for each row, as numpy.full(rows, value) does"
-                )
+                fix = "give a value for each row, as numpy.full(rows, value) does"
             raise InputError(
                 f"{argument}: expected rows of numbers, got an array of {leaf.dtype} of shape {leaf.shape}: {shown(leaf)}. Fix: {fix}."
             )
