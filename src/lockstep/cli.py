@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         hint = "; give arguments of the script last, after --" if takes_script else ""
         getattr(options, "parser", parser).error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     options.script_arguments = words[separator + 1 :]
-    if words[:1] in (["run"], ["doctor"]):
+    if words[:1] == ["run"]:
         options.arguments = _with_separator(words, options)
     if "run" not in options:
         parser.print_help()

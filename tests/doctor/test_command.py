@@ -49,7 +49,7 @@ def test_doctor_gives_code_1_for_a_finding_and_names_the_backend_itself(tmp_path
     """In an interpreter of its own, where Keras is imported after the command has named the backend."""
     (tmp_path / "train.py").write_text(SCRIPT.replace("WITH", PLAIN))
     inherited = {name: value for name, value in os.environ.items() if name not in NOT_SET}
-    command = [sys.executable, "-m", "lockstep.cli", "doctor", "--json", "train.py", "--rate", "3"]
+    command = [sys.executable, "-m", "lockstep.cli", "doctor", "--json", "train.py", "--", "--rate", "3"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path, env=inherited)
     assert done.returncode == 1, done.stderr
     report = json.loads(done.stdout)
