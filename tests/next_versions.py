@@ -24,8 +24,10 @@ PART = [
         "tests/test_public_api.py",
         "tests/fit/monitoring",
         "tests/tuning",
+        "tests/data/test_indexed_batches.py",
     ),
-    *("tests/laws/test_law_1_n_replicas_equal_one_device.py", "tests/fit/checkpointing/test_backup_and_restore.py"),
+    "tests/laws/test_law_1_n_replicas_equal_one_device.py",
+    *("tests/fit/checkpointing/test_backup_and_restore.py", "tests/fit/checkpointing/test_preemption.py"),
 ]
 PACKAGES = ("keras", "jax", "jaxlib", "numpy")
 

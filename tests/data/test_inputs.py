@@ -557,6 +557,19 @@ def test_keras_s_copy_to_the_default_device_is_passed_by():
     assert trainer.unwrap_iterator(own) is own
 
 
+def test_both_copies_that_keras_3_16_makes_are_passed_by():
+    raw_iterator = iter([1, 2])
+
+    def _distributed_iterator():
+        yield from raw_iterator
+
+    def _one_batch_ahead_iterator(iterator):
+        yield from iterator
+
+    assert trainer.unwrap_iterator(_distributed_iterator()) is raw_iterator
+    assert trainer.unwrap_iterator(_one_batch_ahead_iterator(_distributed_iterator())) is raw_iterator
+
+
 def two_devices():
     return lockstep.MirroredStrategy(["cpu:0", "cpu:1"]).scope()
 

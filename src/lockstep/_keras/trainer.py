@@ -619,13 +619,18 @@ def is_array_adapter(adapter: DataAdapter) -> bool:
     return isinstance(adapter, data_adapters.ArrayDataAdapter)
 
 
+# What generators of Keras that copy batches read: the names of the variable in Keras 3.15 and 3.16.
+_COPIES = {"_one_batch_ahead_iterator": ("numpy_iterator", "iterator"), "_distributed_iterator": ("raw_iterator",)}
+
+
 def unwrap_iterator(iterator: Any) -> Any:
     """Return the adapter's iterator inside the one that Keras passes to a step function.
 
-    On accelerators Keras wraps it in a generator that first copies each batch to the default device.
+    On accelerators, and from Keras 3.16 on everywhere, Keras wraps it in generators that first copy each batch to the default device.
     """
-    if inspect.isgenerator(iterator) and iterator.gi_code.co_name == "_one_batch_ahead_iterator":
-        return inspect.getgeneratorlocals(iterator).get("numpy_iterator", iterator)
+    while inspect.isgenerator(iterator) and (names := _COPIES.get(iterator.gi_code.co_name)):
+        values = inspect.getgeneratorlocals(iterator)
+        iterator = next(values[name] for name in names if name in values)
     return iterator
 
 

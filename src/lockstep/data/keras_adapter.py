@@ -113,8 +113,12 @@ class KerasInput(trainer.DataAdapter):
 
     # What Keras calls.
 
-    def get_jax_iterator(self) -> ResumableIterator:
-        """Begin a new pass; batches that the earlier one has not used are given back to the source."""
+    def get_jax_iterator(self, super_batch: int | None = None) -> ResumableIterator:
+        """Begin a new pass; batches that the earlier one has not used are given back to the source.
+
+        Args:
+            super_batch: number of batches for Keras 3.16 to stack; a step of a strategy takes them one by one.
+        """
         resumed, self._resumed_pass = self._resumed_pass, None
         self._keras_pass = resumed or self._begin_pass()
         if resumed and resumed.start:
