@@ -197,6 +197,14 @@ def stateful():
     return model, (X[:, None], Y, None, 1)
 
 
+def with_dropout(dropout):
+    """A functional model that calls a dropout as usual: Keras notes training=False, the default of its call method."""
+    inputs = keras.Input(X.shape[1:])
+    model = keras.Model(inputs, dense()(dropout(inputs)))
+    model.compile("sgd", FROM_LOGITS)
+    return model, (X, Y)
+
+
 STEPS = np.repeat(X[:, None], 5, 1), np.repeat(Y[:, None], 5, 1)
 BINARY = losses.BinaryCrossentropy(from_logits=True)
 MASKED = losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=-1)
@@ -341,9 +349,11 @@ PROGRAMS = {
         [
             lambda: without_training(layers.BatchNormalization()),
             lambda: without_training(keras.Sequential([layers.Dense(4), layers.Dropout(0.3)])),
-            lambda: without_training(layers.Dropout(0.3), is_nested=True),
+            lambda: without_training(layers.BatchNormalization(), is_nested=True),
         ],
         [
+            lambda: with_dropout(layers.Dropout(0.3)),
+            lambda: with_dropout(layers.GaussianDropout(0.3)),
             lambda: without_training(layers.BatchNormalization(trainable=False)),
             lambda: without_training(layers.Dropout(0.0)),
             lambda: without_training(layers.LSTM(4, return_sequences=True), X[:, None]),

@@ -7,6 +7,7 @@ arguments of a node, ``_functional``, ``_nodes_by_depth``, and the structure of 
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from inspect import signature
 from itertools import chain
 from typing import Any
 
@@ -76,10 +77,14 @@ def input_names_of(model: keras.Model) -> list[str]:
 
 
 def ignored_training_arguments(model: keras.Model) -> Iterator[keras.layers.Layer]:
-    """Yield layers and models that a graph calls with training=False: Keras 3.15 gives them that of the call of the model instead."""
+    """Yield layers and models that a graph calls with training=False: Keras 3.15 gives them that of the call of the model instead.
+
+    A node has training=False also where it is the default of the method ``call``, as of Dropout; these are left out.
+    """
     graph = _graph_of(model)
     for node in () if graph is None else chain(*graph._nodes_by_depth.values()):
-        if isinstance(node.operation, keras.layers.Layer) and node.arguments.kwargs.get("training") is False:
+        is_false = isinstance(node.operation, keras.layers.Layer) and node.arguments.kwargs.get("training") is False
+        if is_false and signature(node.operation.call).parameters["training"].default is not False:
             yield node.operation
         elif isinstance(node.operation, keras.Model):
             yield from ignored_training_arguments(node.operation)
