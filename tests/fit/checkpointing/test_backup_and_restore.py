@@ -248,6 +248,25 @@ def test_other_layers_that_are_frozen_are_refused(named, tmp_path):
 
 
 @pytest.mark.slow
+def test_layers_of_the_same_names_in_another_order_are_refused(tmp_path):
+    def trained(names, epochs):
+        with lockstep.MirroredStrategy(["cpu:0"]).scope():
+            left, right = keras.Input((2,)), keras.Input((2,))
+            inputs = {"user": left, "item": right}
+            towers = [keras.layers.Dense(1, name=name)(inputs[name]) for name in names]
+            model = keras.Model([left, right], keras.layers.Add()(towers))
+            model.compile("adam", "mse")
+        x, y, callbacks = np.ones((8, 2)), np.ones((8, 1)), [BackupAndRestore(tmp_path)]
+        return model.fit([x, x], y, epochs=epochs, verbose=0, callbacks=callbacks).epoch
+
+    trained(("user", "item"), 1)
+    message = r"another model: for item/kernel it has user/kernel, as its layers were made in another order\. Fix: build"
+    with pytest.raises(lockstep.CheckpointError, match=message):
+        trained(("item", "user"), 2)
+    assert trained(("user", "item"), 2) == [0, 1]
+
+
+@pytest.mark.slow
 def test_a_position_within_a_call_of_several_steps_is_refused(tmp_path):
     assert Run(tmp_path, options={"save_freq": 1}).fit(stop=4) is None
     with pytest.raises(

@@ -97,23 +97,28 @@ class ModelVariables:
                 raise _another_model(source, f"for {variable.path} of the optimizer it has {paths.get(name, name)}")
         if more := [path for name, path in paths.items() if name not in named]:
             raise _another_model(source, f"it also has {', '.join(more[:3])}{' and others' if more[3:] else ''}")
-        if frozen := _newly_frozen(paths, {name: variable.path for name, variable in named.items()}):
-            raise _another_model(source, f"{frozen[0]} was trained then and is frozen now")
+        if difference := _other_use(paths, {name: variable.path for name, variable in named.items()}):
+            raise _another_model(source, difference)
 
 
-def _newly_frozen(then: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """Return the paths of variables that were trained then and are frozen now, given all paths by name.
+def _other_use(then: Mapping[str, str], now: Mapping[str, str]) -> str:
+    """Return which variable was trained then and is frozen now, or is at another place, given all paths by name; "" if there is none.
 
     Nothing is known if any path is another one, as Keras numbers the names of models that are built in one process.
     """
 
     def of(paths: Mapping[str, str], *kinds: str) -> list[str]:
-        return sorted(path for name, path in paths.items() if name.partition("/")[0] in kinds)
+        return [path for name, path in paths.items() if name.partition("/")[0] in kinds]
 
-    if of(then, "trainable", "non_trainable") != of(now, "trainable", "non_trainable"):
-        return []
+    weights_then, weights_now = (of(paths, "trainable", "non_trainable") for paths in (then, now))
+    if sorted(weights_then) != sorted(weights_now):
+        return ""
     trained = {*of(now, "trainable")}
-    return [path for path in of(then, "trainable") if path not in trained]
+    for path in sorted(of(then, "trainable")):
+        if path not in trained:
+            return f"{path} was trained then and is frozen now"
+    moved = [pair for pair in zip(weights_now, weights_then, strict=True) if pair[0] != pair[1]]
+    return f"for {moved[0][0]} it has {moved[0][1]}, as its layers were made in another order" if moved else ""
 
 
 def _purpose(path: str) -> tuple[str, str]:
