@@ -179,6 +179,14 @@ def test_check_changed_batch_reports_a_change_in_a_generator(strategy, reported)
     assert reported() == ["batch-without-rate"]
 
 
+def test_fit_checks_leave_a_model_that_is_not_compiled_to_keras(strategy, reported):
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    with pytest.raises(ValueError, match=r"You must call `compile\(\)`"):
+        model.fit(np.ones((4, 2)), np.ones((4, 1)), verbose=0)
+    assert reported() == []
+
+
 def test_fit_checks_log_a_check_that_fails_and_train(strategy, caplog, monkeypatch):
     def broken(program):
         raise ZeroDivisionError("in a check")

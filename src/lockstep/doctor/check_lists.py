@@ -100,7 +100,7 @@ class FitChecks:
         Returns:
             A function to call with the first batch on the host, or None.
         """
-        if not doctor_enabled():
+        if not (doctor_enabled() and model.compiled):
             return None
         call = FitCall(model, *data, arguments, self._settings, calling_location())
         self._check(call, lambda: run_checks(call, CALL_CHECKS))
