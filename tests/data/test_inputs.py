@@ -795,12 +795,14 @@ def test_masked_arrays_are_refused_like_by_keras():
     ("value", "fix"),
     [
         (np.float32(2), r"give a value for each row, as numpy\.full\(rows, value\) does\."),
+        (2.0, r"give a value for each row, as numpy\.full\(rows, value\) does\."),
+        ([2.0, 3.0], r"convert lists with numpy\.asarray\."),
         (np.array(["a"]), r"turn texts into numbers, with keras\.layers\.StringLookup or TextVectorization\."),
         (np.zeros((0, 1)), r"leave out what has no rows\."),
     ],
 )
 def test_what_has_no_rows_of_numbers_is_refused_with_its_own_fix(value, fix):
-    with pytest.raises(lockstep.InputError, match=rf"^y: expected rows of numbers, got an array of .* Fix: {fix}"):
+    with pytest.raises(lockstep.InputError, match=rf"^y: expected (rows of numbers|arrays), got .* Fix: {fix}"):
         check_data("y", value, is_arrays=True)
 
 

@@ -424,6 +424,9 @@ class IterableSource(_LeftoverSource):
         return self._shuffled.noted(iter(without_added_prefetch(self._iterable)))
 
 
+_VALUE_FOR_EACH_ROW = "give a value for each row, as numpy.full(rows, value) does"
+
+
 def check_data(argument: str, data: Any, *, is_arrays: bool = False, may_be_empty: bool = False) -> None:
     """Refuse data, arrays or an object that yields batches, without rows of numbers, for which Keras's errors do not name the argument; arrays
     without rows pass if they ``may_be_empty``.
@@ -445,7 +448,9 @@ def check_data(argument: str, data: Any, *, is_arrays: bool = False, may_be_empt
                 f"{argument}: expected arrays, or an object that yields batches, got the class {leaf.__name__}. Fix: pass {leaf.__name__}(…)."
             )
         if isinstance(leaf, (bool, int, float, complex, str, bytes)):
-            raise InputError(f"{argument}: expected arrays, got {shown(data)}. Fix: convert lists with numpy.asarray.")
+            is_number = leaf is data and not isinstance(leaf, (str, bytes))
+            fix = _VALUE_FOR_EACH_ROW if is_number else "convert lists with numpy.asarray"
+            raise InputError(f"{argument}: expected arrays, got {shown(data)}. Fix: {fix}.")
         if is_arrays and not is_array and not (trainer.can_convert_arrays(leaf) and getattr(leaf, "shape", None)):
             raise InputError(
                 f"{argument}: expected arrays (rows, …), got a {type(leaf).__name__}: {shown(leaf)}. Fix: convert it with numpy.asarray."
@@ -461,7 +466,7 @@ def check_data(argument: str, data: Any, *, is_arrays: bool = False, may_be_empt
             elif leaf.ndim:
                 fix = "leave out what has no rows"
             else:
-                fix = "give a value for each row, as numpy.full(rows, value) does"
+                fix = _VALUE_FOR_EACH_ROW
             raise InputError(
                 f"{argument}: expected rows of numbers, got an array of {leaf.dtype} of shape {leaf.shape}: {shown(leaf)}. Fix: {fix}."
             )
