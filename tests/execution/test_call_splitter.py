@@ -405,6 +405,18 @@ def test_what_a_call_leaves_is_that_of_one_device(name, replicas, rows):
         np.testing.assert_allclose(found, one, rtol=2e-5, atol=1e-6)
 
 
+class CountsRows(layers.Layer):
+    def call(self, x):
+        self.rows = x.shape[0]
+        return x
+
+
+def test_an_attribute_that_has_the_number_of_rows_is_named(caplog):
+    with caplog.at_level("INFO", logger="lockstep"):
+        trained(sequential(CountsRows), X, lockstep.MirroredStrategy(["cpu:0", "cpu:1"]).scope(), BATCH)
+    assert "layer 'counts_rows' keeps another number in its attribute 'rows' for 8 rows than for 4." in caplog.text
+
+
 KEPT_BETWEEN_CALLS = {
     "a count of calls": CountsCalls,
     "arrays in attributes": sequential(KeepsAverage),

@@ -337,10 +337,9 @@ def _check_changed(model: keras.Model, whole: CallTrace, part: CallTrace) -> Non
 def _check_numbers(whole: dict[Any, Any], part: dict[Any, Any], rows: int, size: int) -> None:
     """Check that layers store the same numbers in attributes for ``rows`` and for ``size`` rows."""
     for layer, name, number in (*whole, *part):
-        found = whole.get((layer, name, number)), part.get((layer, name, number))
-        if not is_equal_number(*found):
+        if not is_equal_number(whole.get((layer, name, number)), part.get((layer, name, number))):
             raise CannotSplitError(
-                f"layer {layer.name!r} keeps {found[0]} in its attribute {name!r} for {rows} rows, and {found[1]} for {size}"
+                f"layer {layer.name!r} keeps another number in its attribute {name!r} for {rows} rows than for {size}"
             )
 
 
