@@ -239,9 +239,10 @@ class _ForwardInterceptor:
                     spec = infer_output_spec(call, whole, {rows for device in sizes for rows in device if rows})
             except CannotSplitError as reason:
                 self._undivided.append(model)
+                found = self.executor.call_whole(call, self._placed_inputs(call))
                 subject = "it" if model is self.model else f"model {model.name!r} within it"
                 self.log(f"{subject} {self._on_global_batch(unsynchronized_normalizations(model))}: {reason}")
-                return self.executor.call_whole(call, self._placed_inputs(call))
+                return found
             forward = SpmdForward(
                 model,
                 split(spec, call),
