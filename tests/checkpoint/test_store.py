@@ -200,7 +200,7 @@ def test_whatever_fails_before_the_name_is_there_leaves_nothing(name, call, numb
     assert raised.value.errno == number
     assert isinstance(raised.value, OSError)
     assert os.strerror(number) in str(raised.value)
-    assert ("it needs 34 bytes, and" in str(raised.value)) == (number in (errno.ENOSPC, errno.EDQUOT))
+    assert ("; it needs about " in str(raised.value)) == (number in (errno.ENOSPC, errno.EDQUOT))
     assert names_in(tmp_path) == ["step-000000001", "step-000000002"]
     assert_equal(store.newest(), small(2))
     store.write(3, small(3))
@@ -253,12 +253,28 @@ def megabyte(tmp_path):
     subprocess.run(["umount", "-l", str(disk)], check=True, timeout=30)
 
 
+@pytest.mark.parametrize("snapshot", [small(), filled(1, 10_000)])
+def test_a_full_disk_is_told_with_the_size_of_the_files(snapshot, tmp_path, monkeypatch):
+    store = CheckpointStore(tmp_path, log=silent)
+
+    def refuse(_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", refuse)
+        with pytest.raises(CheckpointError) as raised:
+            store.write(1, snapshot)
+    needed = re.search(r"it needs about ([0-9,]+) bytes, and [0-9,]+ are free\. Fix: free", str(raised.value))
+    written = sum(path.stat().st_size for path in store.write(1, snapshot).iterdir())
+    assert int(needed[1].replace(",", "")) == pytest.approx(written, rel=0.01)
+
+
 def test_a_full_disk_is_told_with_figures_and_the_older_ones_stay(megabyte):
     store = CheckpointStore(megabyte / "runs", keep=3, log=silent)
     for step in (1, 2, 3):
         store.write(step, filled(step, 10_000))
     with pytest.raises(
-        CheckpointError, match=r"No space left on device; it needs 320,000 bytes, and [0-9,]+ are free"
+        CheckpointError, match=r"No space left on device; it needs about 32[0-9],[0-9]+ bytes, and [0-9,]+ are free"
     ) as raised:
         store.write(4, filled(4, 10_000))
     assert raised.value.errno == errno.ENOSPC

@@ -366,6 +366,13 @@ def write(path: Path, step: int, snapshot: Snapshot, key: bytes | None = None, p
     return hashlib.sha256(content).hexdigest()
 
 
+def bytes_of_files(snapshot: Snapshot) -> int:
+    """Return about how many bytes :func:`write` writes: those of the arrays, and the files without them."""
+    file = io.BytesIO()
+    entries = write_arrays(file, {name: np.empty(0, array.dtype) for name, array in snapshot.arrays.items()})
+    return snapshot.nbytes + file.tell() + len(encode(Manifest(0, 0, entries, snapshot.metadata)))
+
+
 def sign(path: Path, key: bytes) -> None:
     """Sign a checkpoint that was written without a key, or with another one.
 

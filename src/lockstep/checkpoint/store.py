@@ -129,7 +129,7 @@ class CheckpointStore:
             OptionError: ``step`` is out of its range.
         """
         step = whole_number("step", step, minimum=0)
-        with self._writing(f"the checkpoint of step {step} cannot be written", snapshot.nbytes):
+        with self._writing(f"the checkpoint of step {step} cannot be written", snapshot):
             if self._lock.is_exclusive:
                 self._log_errors(lambda: sweep(self.directory, is_leftover))
             name = free_name(step, checkpoints_in(self.directory))
@@ -161,7 +161,7 @@ class CheckpointStore:
             publish(self.directory, name, lambda path: digests.append(serialization.write(path, step, snapshot)))
         except OSError as error:
             what = f"a part of the checkpoint of step {step} cannot be written"
-            raise _failed(what, self.directory, error, snapshot.nbytes) from error
+            raise _failed(what, self.directory, error, snapshot) from error
         return digests[0]
 
     def _fill(self, path: Path, step: int, snapshot: Snapshot, parts: Sequence[tuple[Path, str]]) -> None:
@@ -238,7 +238,7 @@ class CheckpointStore:
         return serialization.verify(Path(path), self._key)
 
     @contextmanager
-    def _writing(self, what: str, needed: int | None = None) -> Iterator[None]:
+    def _writing(self, what: str, snapshot: Snapshot | None = None) -> Iterator[None]:
         with self._write_turn(what):
             try:
                 make_directory(self.directory)
@@ -247,7 +247,7 @@ class CheckpointStore:
             except CheckpointError:
                 raise
             except OSError as error:
-                raise _failed(what, self.directory, error, needed) from error
+                raise _failed(what, self.directory, error, snapshot) from error
 
     @contextmanager
     def _write_turn(self, what: str) -> Iterator[None]:
@@ -282,16 +282,17 @@ class CheckpointStore:
             )
 
 
-def _failed(what: str, directory: Path, error: OSError, needed: int | None) -> CheckpointError:
-    """Make the error for a failed operation of the operating system, which was to write ``needed`` bytes if that is known."""
+def _failed(what: str, directory: Path, error: OSError, snapshot: Snapshot | None) -> CheckpointError:
+    """Make the error for a failed operation of the operating system, which was to write the snapshot if there is one."""
     problem, _, fix = str(error.strerror or error).partition(" Fix: ")
     sentence = f"{directory}: {what}: {problem.removesuffix('.')}"
     if isinstance(error, (FileExistsError, NotADirectoryError)) and not directory.is_dir():
         there = next(path for path in (directory, *directory.parents) if os.path.lexists(path))
         sentence, fix = f"{directory}: {what}: {there} is no directory", "choose another directory"
-    if needed is not None and error.errno in _FULL:
+    if snapshot is not None and error.errno in _FULL:
         there = next(path for path in (directory, *directory.parents) if path.exists())
-        sentence += f"; it needs {needed:,} bytes, and {shutil.disk_usage(there).free:,} are free"
+        needed, free = serialization.bytes_of_files(snapshot), shutil.disk_usage(there).free
+        sentence += f"; it needs about {needed:,} bytes, and {free:,} are free"
         fix = "free the space, or choose a directory on another disk"
     return CheckpointError(f"{sentence}. Fix: {fix or 'choose a directory that this user may write to'}.", error.errno)
 
