@@ -140,12 +140,19 @@ def test_a_file_system_without_locks_is_told_of_and_nothing_of_another_writer_is
     assert ".writing-step-000000002" not in names_in(tmp_path)
 
 
-def test_a_lock_that_fails_otherwise_is_an_error(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("number", "fix"),
+    [
+        (errno.EIO, "choose a directory that this user may write to"),
+        (errno.ENOSPC, "free space on that disk, or choose a directory on another one"),
+    ],
+)
+def test_a_lock_that_fails_otherwise_is_an_error(number, fix, tmp_path, monkeypatch):
     def refuse(*_):
-        raise OSError(errno.EIO, "Input/output error")
+        raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    with pytest.raises(CheckpointError, match="no lock can be taken: Input/output error"):
+    with pytest.raises(CheckpointError, match=f"no lock can be taken: {os.strerror(number)}. Fix: {fix}"):
         CheckpointStore(tmp_path).lock()
 
 

@@ -289,11 +289,12 @@ def _failed(what: str, directory: Path, error: OSError, snapshot: Snapshot | Non
     if isinstance(error, (FileExistsError, NotADirectoryError)) and not directory.is_dir():
         there = next(path for path in (directory, *directory.parents) if os.path.lexists(path))
         sentence, fix = f"{directory}: {what}: {there} is no directory", "choose another directory"
-    if snapshot is not None and error.errno in _FULL:
-        there = next(path for path in (directory, *directory.parents) if path.exists())
-        needed, free = serialization.bytes_of_files(snapshot), shutil.disk_usage(there).free
-        sentence += f"; it needs about {needed:,} bytes, and {free:,} are free"
-        fix = "free the space, or choose a directory on another disk"
+    if error.errno in _FULL:
+        fix = "free space on that disk, or choose a directory on another one"
+        if snapshot is not None:
+            there = next(path for path in (directory, *directory.parents) if path.exists())
+            needed, free = serialization.bytes_of_files(snapshot), shutil.disk_usage(there).free
+            sentence += f"; it needs about {needed:,} bytes, and {free:,} are free"
     return CheckpointError(f"{sentence}. Fix: {fix or 'choose a directory that this user may write to'}.", error.errno)
 
 
