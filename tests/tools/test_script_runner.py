@@ -187,10 +187,22 @@ def test_what_goes_wrong_in_the_look_is_told_whatever_the_script_catches(script)
 def test_a_script_without_fit_or_that_is_not_there_is_told(script, tmp_path):
     with pytest.raises(OptionError, match="ended without a call of fit"):
         found_in(script("raise SystemExit(0)"))
-    with pytest.raises(OptionError, match=r"fit \(sys.exit\('no data found'\)\), so"):
-        found_in(script("raise SystemExit('no data found')"))
     with pytest.raises(OptionError, match=r"other\.py: no such file"):
         found_in(str(tmp_path / "other.py"))
+
+
+@pytest.mark.parametrize(
+    ("code", "shown"),
+    [
+        ("import argparse\np = argparse.ArgumentParser()\np.add_argument('data')\np.parse_args()", "2"),
+        ("raise SystemExit('no data found')", "'no data found'"),
+    ],
+)
+def test_a_script_that_fails_before_fit_is_told_with_its_exit_code(code, shown, script):
+    with pytest.raises(OptionError) as raised:
+        found_in(script(code))
+    assert f"the script ended by sys.exit({shown}), before a call of fit, so" in str(raised.value)
+    assert "Fix: run it by python with the same arguments, which shows why; lockstep doctor, plan" in str(raised.value)
 
 
 def with_variable(name, value):

@@ -106,11 +106,14 @@ def run_until_fit(
         if outcome[0] is not None:
             raise outcome[0]
         return
-    said = f" (sys.exit({shown(exit_code)}))" if exit_code else ""
-    raise NoFitError(
-        f"{path}: the script ended without a call of fit{said}, so there is nothing to examine. Fix: in a custom training loop, call "
-        "strategy.doctor or lockstep.scaling_report."
-    )
+    how, fix = "without a call of fit", "in a custom training loop, call strategy.doctor or lockstep.scaling_report"
+    if exit_code:
+        how = f"by sys.exit({shown(exit_code)}), before a call of fit"
+        fix = (
+            "run it by python with the same arguments, which shows why; lockstep doctor, plan and scale take them last, "
+            "after --"
+        )
+    raise NoFitError(f"{path}: the script ended {how}, so there is nothing to examine. Fix: {fix}.")
 
 
 class _Interceptor:
