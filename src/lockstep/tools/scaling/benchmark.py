@@ -363,7 +363,7 @@ def measure_all(
     """Measure settings one after the other.
 
     A fresh process for each setting sets the number of CPU devices before JAX starts, has its own memory, and may crash alone.
-    ``report`` is called before each setting with None, and after it with its result.
+    ``report`` is called before each setting with None, and after it with its result, unless that is raised.
 
     Raises:
         OptionError: the script calls no ``fit``.
@@ -375,9 +375,9 @@ def measure_all(
         if setting.devices not in fixed:
             report(setting, None)
             result = measure_in_child(workload, setting, budget, environment)
-            report(setting, result)
             if isinstance(result, SettingFailure) and result.ends_all:
                 raise OptionError(result.reason)
+            report(setting, result)
             results.append(result)
             if isinstance(result, SettingResult) and result.has_own_batches:
                 fixed.add(setting.devices)
