@@ -8,6 +8,7 @@ import shutil
 import threading
 import time
 import weakref
+from pathlib import Path
 
 import jax
 import keras
@@ -23,7 +24,7 @@ from lockstep.checkpoint.serialization import StoredArrays
 from lockstep.checkpoint.store import CheckpointStore
 from lockstep.data.process_group import ProcessGroup
 from lockstep.fit.checkpointing import fit_checkpoint, model_state
-from lockstep.fit.checkpointing.fit_checkpoint import ResumedRun
+from lockstep.fit.checkpointing.fit_checkpoint import ResumedRun, TrainPosition
 from tests.support.marks import every_pair
 
 from .runs import BreakOff, BrokenOffError, Run, Shuffled, arrays, data, drawing, of_step, whole
@@ -73,6 +74,32 @@ def test_epochs_of_an_extension_count_from_the_end_of_the_run_before(metadata, c
     for number, extend in calls:
         resumed = resumed.for_epochs(number, extend)
     assert resumed.epochs == epochs
+
+
+@pytest.mark.parametrize(
+    ("position", "epochs", "told"),
+    [
+        (TrainPosition(14, 2), 2, " To train more"),
+        (
+            TrainPosition(15, 2, 1),
+            1,
+            " The model is beyond these epochs: it has the weights of step 15: epoch 3, after 1 of",
+        ),
+        (
+            TrainPosition(15, 2, 1),
+            2,
+            " The model is beyond these epochs: it has the weights of step 15: epoch 3, after 1 of",
+        ),
+        (
+            TrainPosition(21, 3),
+            2,
+            " The model is beyond these epochs: it has the weights of step 21: epoch 4, after 0 of",
+        ),
+    ],
+)
+def test_a_call_for_fewer_epochs_than_the_run_has_is_told_whose_weights_it_gives(position, epochs, told):
+    message = fit_checkpoint.resume_message(ResumedRun(position, epochs=epochs), Path("run"), 7)
+    assert f" steps: nothing is left to train.{told}" in message
 
 
 @pytest.mark.slow

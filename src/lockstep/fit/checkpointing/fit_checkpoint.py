@@ -169,13 +169,16 @@ def resume_message(resumed: ResumedRun, directory: Path, steps: int | None = Non
         'resumes from run at step 56: epoch 4, after 8 of its steps'
     """
     position = resumed.position
+    done = position.batch if steps is None else min(position.batch, steps)
+    where = f"step {position.step}: epoch {position.epoch + 1}, after {done} of its steps"
     has = f"{directory} has {position.epoch} of {resumed.epochs} epochs, {position.step} steps"
     if resumed.is_stopped:
         return f"{has}, and a callback has ended it: nothing is left to train. To train more, use BackupAndRestore(extend=True); to start over, take another directory."
     if resumed.is_over:
-        return f"{has}: nothing is left to train. To train more, give fit more epochs; to start over, take another directory."
-    done = position.batch if steps is None else min(position.batch, steps)
-    return f"resumes from {directory} at step {position.step}: epoch {position.epoch + 1}, after {done} of its steps"
+        is_beyond = (position.epoch, position.batch) > (resumed.epochs, 0)
+        beyond = f" The model is beyond these epochs: it has the weights of {where}." if is_beyond else ""
+        return f"{has}: nothing is left to train.{beyond} To train more, give fit more epochs; to start over, take another directory."
+    return f"resumes from {directory} at {where}"
 
 
 def changed_versions_message(then: Mapping[str, str], now: Mapping[str, str]) -> str | None:
