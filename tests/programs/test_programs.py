@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 import lockstep
+from lockstep.doctor.base import FitCall
+from lockstep.doctor.check_lists import call_findings
 from tests.laws.compare import assert_close
 from tests.laws.naive import naive_fit
 
@@ -126,6 +128,15 @@ def test_a_program_has_the_numbers_of_plain_keras(program, replicas, devices, de
     assert all(any(reason and reason in line for reason in reasons) for line in lines), lines
     if is_of_keras_alone(model):
         assert_saved_as_a_whole(model, program, found, tmp_path)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("program", [pytest.param(program, id=program.name) for program in PROGRAMS])
+def test_the_doctor_has_no_finding_in_a_program(program):
+    model = model_of(program, Noise(rate=0.3, by_batch=True), lockstep.MirroredStrategy(["cpu:0"]))
+    data = program.data(np.random.default_rng(8))
+    call = FitCall(model, data["x"], data.get("y"), data.get("sample_weight"), {"batch_size": ROWS})
+    assert call_findings(call) == []
 
 
 # A normalization comes before an activation with a kink at 0. On a replica with one row it is 0 but for a rounding, whose sign the
