@@ -197,6 +197,13 @@ def stateful():
     return model, (X[:, None], Y, None, 1)
 
 
+class WithArguments(layers.Dropout):
+    """Takes what it is given as keywords, of which Keras notes only those that are given."""
+
+    def call(self, x, **arguments):
+        return super().call(x, **arguments)
+
+
 def with_dropout(dropout):
     """A functional model that calls a dropout as usual: Keras notes training=False, the default of its call method."""
     inputs = keras.Input(X.shape[1:])
@@ -350,6 +357,7 @@ PROGRAMS = {
             lambda: without_training(layers.BatchNormalization()),
             lambda: without_training(keras.Sequential([layers.Dense(4), layers.Dropout(0.3)])),
             lambda: without_training(layers.BatchNormalization(), is_nested=True),
+            lambda: without_training(WithArguments(0.3)),
         ],
         [
             lambda: with_dropout(layers.Dropout(0.3)),

@@ -83,9 +83,10 @@ def ignored_training_arguments(model: keras.Model) -> Iterator[keras.layers.Laye
     """
     graph = _graph_of(model)
     for node in () if graph is None else chain(*graph._nodes_by_depth.values()):
-        is_false = isinstance(node.operation, keras.layers.Layer) and node.arguments.kwargs.get("training") is False
-        if is_false and signature(node.operation.call).parameters["training"].default is not False:
-            yield node.operation
+        if isinstance(node.operation, keras.layers.Layer) and node.arguments.kwargs.get("training") is False:
+            parameter = signature(node.operation.call).parameters.get("training")
+            if parameter is None or parameter.default is not False:
+                yield node.operation
         elif isinstance(node.operation, keras.Model):
             yield from ignored_training_arguments(node.operation)
 

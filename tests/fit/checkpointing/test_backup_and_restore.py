@@ -287,7 +287,9 @@ def test_layers_of_the_same_names_in_another_order_are_refused(tmp_path):
         return model.fit([x, x], y, epochs=epochs, verbose=0, callbacks=callbacks).epoch
 
     trained(("user", "item"), 1)
-    message = r"another model: for item/kernel it has user/kernel, as its layers were made in another order\. Fix: build"
+    message = (
+        r"another model: for item/kernel it has user/kernel, as its layers were made in another order\. Fix: build"
+    )
     with pytest.raises(lockstep.CheckpointError, match=message):
         trained(("item", "user"), 2)
     assert trained(("user", "item"), 2) == [0, 1]
