@@ -38,12 +38,12 @@ def dense(activation=None, units=CLASSES, **options):
     return layers.Dense(units, activation, **options)
 
 
-def padded_steps():
-    """Labels of time steps, of which the last has a class of its own and no weight."""
+def padded_steps(*axes):
+    """Labels of time steps, of which the last has a class of its own and no weight; the weights may have further ``axes``."""
     model = keras.Sequential([keras.Input((5, 2)), dense()])
     model.compile("sgd", FROM_LOGITS)
     labels = np.tile([0, 1, 0, 1, 255], (ROWS, 1))
-    return model, (np.ones((ROWS, 5, 2)), labels, labels != 255)
+    return model, (np.ones((ROWS, 5, 2)), labels, (labels != 255).reshape(*labels.shape, *axes))
 
 
 class OwnMasking(layers.Layer):
@@ -297,6 +297,7 @@ PROGRAMS = {
             lambda: (net(dense(), loss=MASKED), (X, with_values(Y, 3, -1))),
             lambda: (net(dense(), loss=FROM_LOGITS), (X, with_values(Y, 90, -1), with_values(np.ones(ROWS), 90, 0))),
             padded_steps,
+            lambda: padded_steps(1),
             lambda: masked_steps([0, 1, 0, -1, -1]),
             lambda: masked_steps([0, 1, 0, -1, -1], OwnMasking()),
             lambda: (net(dense(None, 1), loss=BINARY), (X, np.nextafter(np.float32(1), np.float32(2)) * IS_FIRST)),

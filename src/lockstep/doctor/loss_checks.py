@@ -183,8 +183,8 @@ def check_training_arguments(call: FitCall) -> Iterator[Finding]:
                 "training-argument-ignored",
                 f"training=False is given where {called.name!r} is called, and Keras replaces it by that of fit, which is True",
                 f"layer {layers[0].name!r}{count}, {call.at_fit}",
-                "a BatchNormalization then uses and moves the statistics of the batch, and a dropout drops",
-                "Set trainable=False for the BatchNormalization, or make the call in the call method of a layer, where the argument holds",
+                "a dropout then drops, and a BatchNormalization that is trainable uses and moves the statistics of the batch",
+                "Make the call in the call method of a layer, where the argument holds; for a BatchNormalization trainable=False is enough",
             )
             return
 
@@ -329,7 +329,9 @@ def _counts(labels: np.ndarray, weights: Any) -> Any:
     if weights is None or len(weights) != len(labels):
         return False
     own = np.asarray(weights) != 0
-    if own.shape != labels.shape[: own.ndim]:
+    if own.shape == (*labels.shape, 1):
+        own = own[..., 0]
+    elif own.shape != labels.shape[: own.ndim]:
         own = own.reshape(len(own), -1).any(-1)
     return own.reshape(*own.shape, *[1] * (labels.ndim - own.ndim))
 
