@@ -281,7 +281,10 @@ def test_layers_of_the_same_names_in_another_order_are_refused(tmp_path):
             left, right = keras.Input((2,)), keras.Input((2,))
             inputs = {"user": left, "item": right}
             towers = [keras.layers.Dense(1, name=name)(inputs[name]) for name in names]
-            model = keras.Model([left, right], keras.layers.Add()(towers))
+            output = keras.layers.Add()(towers)
+            for number in range(5):  # Names of variables may come in the order of texts, in which 10 is before 2.
+                output = keras.layers.Dense(1, name=f"deep_{number}")(output)
+            model = keras.Model([left, right], output)
             model.compile("adam", "mse")
         x, y, callbacks = np.ones((8, 2)), np.ones((8, 1)), [BackupAndRestore(tmp_path)]
         return model.fit([x, x], y, epochs=epochs, verbose=0, callbacks=callbacks).epoch

@@ -107,18 +107,20 @@ def _other_use(then: Mapping[str, str], now: Mapping[str, str]) -> str:
     Nothing is known if any path is another one, as Keras numbers the names of models that are built in one process.
     """
 
-    def of(paths: Mapping[str, str], *kinds: str) -> list[str]:
-        return [path for name, path in paths.items() if name.partition("/")[0] in kinds]
+    def of(paths: Mapping[str, str], *kinds: str) -> dict[str, str]:
+        return {name: path for name, path in paths.items() if name.partition("/")[0] in kinds}
 
     weights_then, weights_now = (of(paths, "trainable", "non_trainable") for paths in (then, now))
-    if sorted(weights_then) != sorted(weights_now):
+    if sorted(weights_then.values()) != sorted(weights_now.values()):
         return ""
-    trained = {*of(now, "trainable")}
-    for path in sorted(of(then, "trainable")):
+    trained = {*of(now, "trainable").values()}
+    for path in sorted(of(then, "trainable").values()):
         if path not in trained:
             return f"{path} was trained then and is frozen now"
-    moved = [pair for pair in zip(weights_now, weights_then, strict=True) if pair[0] != pair[1]]
-    return f"for {moved[0][0]} it has {moved[0][1]}, as its layers were made in another order" if moved else ""
+    for name, path in weights_now.items():
+        if (other := weights_then.get(name)) != path:
+            return f"for {path} it has {other}, as its layers were made in another order"
+    return ""
 
 
 def _purpose(path: str) -> tuple[str, str]:
