@@ -84,6 +84,7 @@ def in_use(model):
     """The contexts that the package opens, each with arguments that do nothing."""
     yield trainer.claim_models(lambda: None)
     yield trainer.claim_models(lambda: None)
+    yield trainer.placeholder_variables()
     yield trainer.intercept_fit(lambda model, fit, args, kwargs: None)
     yield trainer.observe_calls(patches.OBSERVE_COMPILE, lambda model: None)
     yield trainer.observe_calls(patches.END_SAVES, lambda model: None)

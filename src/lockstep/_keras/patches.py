@@ -44,6 +44,14 @@ SHARD_VARIABLES = Patch(
     public_api="a layout for each new variable, as a keras.distribution gives it",
     used_by=("_keras/trainer.py",),
 )
+PLACEHOLDERS = Patch(
+    target="class Variable",
+    attributes=("_initialize_with_initializer", "_direct_assign"),
+    lifetime="while a plan runs a user's script, or calls a function that makes a model",
+    reason="a plan needs the shapes of variables, whose values may be larger than the memory of this machine",
+    public_api="variables without values, as in a StatelessScope, that a whole script can make and load",
+    used_by=("_keras/trainer.py",),
+)
 OPTIMIZER_VARIABLES = Patch(
     target="class Optimizer",
     attributes=("add_variable_from_reference",),

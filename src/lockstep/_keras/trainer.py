@@ -38,6 +38,7 @@ from lockstep._keras.patches import (
     LOCAL_DEVICES,
     MODEL_CALLS,
     OPTIMIZER_VARIABLES,
+    PLACEHOLDERS,
     SHARD_VARIABLES,
     STATE_SYNC,
     STEP_FUNCTIONS,
@@ -157,6 +158,35 @@ def _patch_classes(
     normalization = keras.layers.BatchNormalization
     construct = _accept_synchronized(vars(normalization)["__init__"], current)
     patches.enter_context(patched(SYNCHRONIZED_ARGUMENT, [(normalization, "__init__", construct)]))
+
+
+_PLACEHOLDER_BYTES = 1 << 20  # of the smallest value without memory; random seeds, rates and biases keep theirs
+
+
+def placeholder_variables() -> contextlib.AbstractContextManager[None]:
+    """Give variables of a MiB or more zeros that take no memory, whatever they are initialized with or set to, while this is open."""
+    owner = _owner_of("_initialize_with_initializer", keras.Variable)
+    initialize, assign = vars(owner)["_initialize_with_initializer"], vars(owner)["_direct_assign"]
+
+    @functools.wraps(initialize)
+    def initialize_with_zeros(variable: keras.Variable, initializer: Callable[..., Any]) -> None:
+        zeros = np.broadcast_to(np.zeros((), variable._dtype), variable.shape)
+        if zeros.nbytes < _PLACEHOLDER_BYTES:
+            initialize(variable, initializer)
+        else:
+            variable._value = zeros
+
+    @functools.wraps(assign)
+    def assign_zeros(variable: keras.Variable, value: Any) -> None:
+        if isinstance(value, jax.core.Tracer) or value.nbytes < _PLACEHOLDER_BYTES:
+            assign(variable, value)
+        else:
+            variable._value = np.broadcast_to(np.zeros((), value.dtype), value.shape)
+
+    return patched(
+        PLACEHOLDERS,
+        [(owner, "_initialize_with_initializer", initialize_with_zeros), (owner, "_direct_assign", assign_zeros)],
+    )
 
 
 _in_optimizer = ContextVar("_in_optimizer", default=False)

@@ -233,9 +233,9 @@ def test_checks_that_cannot_be_written_are_an_error_with_the_variable(monkeypatc
 
 def test_as_many_compilers_run_side_by_side_as_memory_holds(monkeypatch):
     monkeypatch.setattr(planner, "usable_cores", lambda: 8)
-    for free, state, jobs in ((None, 0, 8), (64 * GIB, 0, 8), (12 * GIB, 0, 4), (12 * GIB, 3 * GIB, 2), (GIB, GIB, 1)):
+    for free, jobs in ((None, 8), (64 * GIB, 8), (12 * GIB, 4), (GIB, 1)):
         monkeypatch.setattr(planner, "host_memory", lambda free=free: HostMemory(64 * GIB, None, free))
-        assert planner._most_jobs(state) == jobs
+        assert planner._most_jobs() == jobs
 
 
 def test_on_one_device_strategies_that_shard_are_left_out():
@@ -257,6 +257,52 @@ def test_a_result_survives_its_way_as_json():
         "no",
     )
     assert result_from_json(json.loads(json.dumps(dataclasses.asdict(result)))) == result
+
+
+HUGE = """
+import keras, numpy as np, lockstep
+with lockstep.MirroredStrategy().scope():
+    model = keras.Sequential([keras.layers.Embedding(1 << 30, 1024), keras.layers.Dense(10)])
+    model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+x = np.zeros((64, 4), "int32")
+model.fit(x, x, batch_size=8)
+"""
+
+
+@pytest.mark.slow
+def test_a_model_larger_than_this_machine_is_planned_as_a_script_and_as_a_function(tmp_path):
+    """Four TiB of weights, and eight of Adam's variables."""
+    (tmp_path / "train.py").write_text(HUGE)
+    options = PlanOptions.checked("cpu:1", is_search=False)
+    (of_script,) = plan_script(str(tmp_path / "train.py"), (), options, os.environ).rows
+
+    def build():
+        model = keras.Sequential([keras.layers.Embedding(1 << 30, 1024), keras.layers.Dense(10)])
+        model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        return model
+
+    x = np.zeros((64, 4), "int32")
+    (of_function,) = lockstep.plan(build, (x, x), hardware="cpu:1", batch=8, search=False).rows
+    assert of_function.kinds == of_script.kinds
+    assert of_script.kinds["weights"] == 4 * (1 << 40) + 4 * (1024 * 10 + 10)
+    assert of_script.kinds["optimizer"] > 8 * (1 << 40)
+
+
+def test_a_function_that_makes_the_model_has_the_plan_of_the_model():
+    def build():
+        model = keras.Sequential([keras.Input((512,)), keras.layers.Dense(1024), keras.layers.Dense(10)])
+        model.compile("adam", "mse")
+        made.append(model)
+        return model
+
+    made, data = [], (np.zeros((64, 512), "float32"), np.zeros((64, 10), "float32"))
+    found = [lockstep.plan(model, data, hardware="cpu:2", batch=32) for model in (build(), build)]
+    steps = [[dataclasses.replace(row.step, seconds=0) for row in plan.rows] for plan in found]
+    assert steps[0] == steps[1]
+    real, placeholder = (model.layers[0].kernel.numpy() for model in made)
+    assert real.any() and not placeholder.any()
+    with pytest.raises(OptionError, match="or a function that returns one, got <function"):
+        lockstep.plan(lambda: build, data, hardware="cpu:2")
 
 
 def test_plan_takes_a_function_of_data_and_refuses_no_batch():

@@ -3,6 +3,7 @@
 Measured steps are kept in a file, from which later plans take how far predictions were from the truth.
 """
 
+import contextlib
 import json
 import os
 import statistics
@@ -17,6 +18,7 @@ import jax
 
 from lockstep._atomic_files import read_file, replace_file
 from lockstep._errors import LockstepError, OptionError
+from lockstep._keras.trainer import placeholder_variables
 from lockstep.collectives.cost_model import NetworkLink
 from lockstep.devices.cpu_devices import reserve_devices
 from lockstep.doctor.check_lists import call_findings
@@ -191,8 +193,9 @@ def main(arguments: Sequence[str]) -> None:
             write({"failure": describe_failure(error)})
         return 0
 
+    values = contextlib.nullcontext() if request["ask"] == "check" else placeholder_variables()
     try:
-        with override_devices(1, is_alone=True):
+        with override_devices(1, is_alone=True), values:
             run_workload(Workload(**request["workload"]), on_fit, finish)
     except Exception as error:  # of the script, of any type
         finish(error)

@@ -5,7 +5,6 @@ its peak, and at least as long as its memory takes at its bandwidth. Collectives
 """
 
 import inspect
-import math
 import re
 import time
 import traceback
@@ -193,7 +192,6 @@ class Survey:
         dtype: in which the model computes.
         flops_per_row: floating-point operations of a training step that each row adds; None if XLA cannot count them.
         flops_per_step: those of a step whatever its rows are, such as the optimizer's.
-        state_bytes: size of weights and optimizer, which every process that compiles has in memory.
     """
 
     batch: int
@@ -202,7 +200,6 @@ class Survey:
     dtype: str
     flops_per_row: float | None
     flops_per_step: float = 0.0
-    state_bytes: int = 0
 
 
 def last_batch(rows: int | None, batch: int) -> int | None:
@@ -218,8 +215,7 @@ def survey(call: TrainingCall) -> Survey:
     """
     state = trainer.training_state(call.model, call.whole_batch)
     per_row, per_step = _operations(call, state)
-    size = sum(math.prod(value.shape) * value.dtype.itemsize for part in state for value in part)
-    return Survey(call.batch, call.rows, call.has_own_batches, _compute_dtype(call.model), per_row, per_step, size)
+    return Survey(call.batch, call.rows, call.has_own_batches, _compute_dtype(call.model), per_row, per_step)
 
 
 def _operations(call: TrainingCall, state: Any) -> tuple[float | None, float]:

@@ -1,5 +1,6 @@
 """Entry points of plans: ``lockstep plan`` for a script, ``lockstep.plan`` for a model; ``estimate`` finds memory and time."""
 
+import contextlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -20,7 +21,7 @@ from lockstep._errors import (
     shown,
     whole_number,
 )
-from lockstep._keras.trainer import DEFAULT_BATCH_SIZE
+from lockstep._keras.trainer import DEFAULT_BATCH_SIZE, placeholder_variables
 from lockstep.cluster_resolver import RESOLVERS
 from lockstep.collectives.cost_model import NetworkLink, link_between
 from lockstep.devices.cpu_devices import usable_cores
@@ -278,7 +279,7 @@ class Plan(SavedReport):
 
 
 def plan(
-    model: keras.Model,
+    model: keras.Model | Callable[[], keras.Model],
     data: Any,
     *,
     hardware: Sequence[str] | str,
@@ -295,7 +296,8 @@ def plan(
     ``lockstep plan`` does the same for a script, in processes side by side and with limits.
 
     Args:
-        model: a compiled model.
+        model: a compiled model, or a function that makes one: variables of a MiB or more then take no memory, so the model may be larger
+            than this machine. Until ``plan`` returns, all new variables of the process are made so; they read as zeros.
         data: ``(x, y)`` or ``(x, y, sample_weight)``, arrays ``(rows, …)``, or a function that returns them; the number of rows decides on the
             last batch of an epoch.
         hardware: targets such as "h100:8" (a number of GPUs), "v5e:2x4" (the axes of a TPU slice) or "cpu:4".
@@ -322,8 +324,6 @@ def plan(
         >>> found.rows[0].fits, found.rows[0].step.memory.weights
         (True, 144)
     """
-    if not isinstance(model, keras.Model) or not model.compiled:
-        raise OptionError(f"model: expected a compiled model, got {shown(model)}. Fix: call its compile() before.")
     arrays = data() if callable(data) else data
     check_data("data", arrays)
     batches = batch if isinstance(batch, Sequence) else (batch,)
@@ -335,14 +335,20 @@ def plan(
         hardware, strategy, batches, prices, bandwidth, hardware_file=hardware_file, is_search=flag("search", search)
     )
     x, y, *weights = arrays
-    call = TrainingCall.of_fit(
-        model, (x, y), {"sample_weight": weights[0] if weights else None, "batch_size": options.batches[0]}
-    )
-    results = [
-        compile_target(call, target, name, options.batches, is_search=options.is_search)
-        for target, name in options.pairs()
-    ]
-    return _planned(model.name, survey(call), results, options, ())
+    arguments = {"sample_weight": weights[0] if weights else None, "batch_size": options.batches[0]}
+    is_made = isinstance(model, keras.Model)
+    with contextlib.nullcontext() if is_made else placeholder_variables():
+        compiled = model if is_made or not callable(model) else model()
+        if not isinstance(compiled, keras.Model) or not compiled.compiled:
+            raise OptionError(
+                f"model: expected a compiled model, or a function that returns one, got {shown(compiled)}. Fix: call compile() before."
+            )
+        call = TrainingCall.of_fit(compiled, (x, y), arguments)
+        results = [
+            compile_target(call, target, name, options.batches, is_search=options.is_search)
+            for target, name in options.pairs()
+        ]
+        return _planned(compiled.name, survey(call), results, options, ())
 
 
 def plan_script(
@@ -371,7 +377,7 @@ def plan_script(
     )
     surveyed, findings = Survey(**content["survey"]), content["findings"]
     request |= {"ask": "compile", "batches": list(options.batches), "is_search": options.is_search}
-    jobs = options.jobs or _most_jobs(surveyed.state_bytes)
+    jobs = options.jobs or _most_jobs()
     results = _compile_all(request, options, jobs, variables, report)
     notes = [f"doctor: {line}" for line in findings]
     if surveyed.has_own_batches and options.batches:
@@ -454,10 +460,10 @@ def _compile_all(
             pool.shutdown(cancel_futures=True)
 
 
-def _most_jobs(state_bytes: int) -> int:
-    """Return how many processes with a compiler and this state fit on this machine side by side."""
+def _most_jobs() -> int:
+    """Return how many processes with a compiler fit on this machine side by side."""
     free = host_memory().free
-    by_memory = usable_cores() if free is None else free // (_COMPILER_BYTES + state_bytes)
+    by_memory = usable_cores() if free is None else free // _COMPILER_BYTES
     return max(1, min(usable_cores(), by_memory))
 
 

@@ -1,0 +1,70 @@
+"""Variables of a plan that take no memory: large ones read as zeros, small ones have their values."""
+
+import keras
+import numpy as np
+import pytest
+
+from lockstep._keras.trainer import placeholder_variables
+
+
+class Late(keras.Model):
+    """A model whose layers are built by their first batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.large, self.small = keras.layers.Dense(1024), keras.layers.Dense(4)
+
+    def call(self, x):
+        return self.small(self.large(x))
+
+
+def takes_memory(variable):
+    return not isinstance(variable.value, np.ndarray) or any(variable.value.strides)
+
+
+def built():
+    keras.utils.set_random_seed(1)
+    model = Late()
+    model.compile("adam", "mse")
+    model(keras.Input((1024,)))
+    model.optimizer.build(model.trainable_variables)
+    return model
+
+
+def test_large_variables_of_model_and_optimizer_take_no_memory_and_small_ones_have_their_values():
+    expected = built()
+    with placeholder_variables():
+        model = built()
+    for variable, real in zip(model.variables, expected.variables, strict=True):
+        assert (variable.shape, variable.dtype) == (real.shape, real.dtype)
+        assert takes_memory(variable) == (variable.shape != (1024, 1024))
+        np.testing.assert_array_equal(variable.numpy(), real.numpy() if takes_memory(variable) else 0)
+    assert sum(not takes_memory(one) for one in model.optimizer.variables) == 2
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "int32"])
+def test_a_placeholder_has_the_type_of_its_variable(dtype):
+    with placeholder_variables():
+        variable = keras.Variable(keras.initializers.Zeros(), (1024, 1024), dtype)
+    assert variable.value.dtype == variable.dtype == dtype
+    assert not takes_memory(variable)
+
+
+def test_values_that_are_set_are_not_kept_if_they_are_large(tmp_path):
+    real = built()
+    real.save_weights(tmp_path / "real.weights.h5")
+    with placeholder_variables():
+        model = built()
+        model.load_weights(tmp_path / "real.weights.h5")
+        constant = keras.Variable(np.ones((1024, 1024), "float32"))
+        constant.assign_add(constant)
+    assert not takes_memory(model.large.kernel) and not takes_memory(constant)
+    np.testing.assert_array_equal(model.small.kernel.numpy(), real.small.kernel.numpy())
+
+
+def test_afterwards_variables_have_values_again():
+    with placeholder_variables():
+        model = built()
+    new = keras.Variable(keras.initializers.Ones(), (1024, 1024))
+    model.large.kernel.assign(new)
+    assert new.numpy().all() and model.large.kernel.numpy().all()
