@@ -300,7 +300,8 @@ def test_a_function_that_makes_the_model_has_the_plan_of_the_model():
     steps = [[dataclasses.replace(row.step, seconds=0) for row in plan.rows] for plan in found]
     assert steps[0] == steps[1]
     real, placeholder = (model.layers[0].kernel.numpy() for model in made)
-    assert real.any() and not placeholder.any()
+    assert real.any()
+    assert not placeholder.any()
     with pytest.raises(OptionError, match="or a function that returns one, got <function"):
         lockstep.plan(lambda: build, data, hardware="cpu:2")
 
