@@ -338,6 +338,18 @@ def test_a_directory_below_a_file_is_told(tmp_path):
             CheckpointStore(directory).newest()
 
 
+def test_a_checkpoint_is_no_directory_of_checkpoints(tmp_path):
+    """The names of a run's checkpoints are in its log lines; a run that was given one of them would start anew in it."""
+    path = store_in(tmp_path, 1).paths()[0]
+    before = names_in(path)
+    sentence = f"{path}: no lock can be taken: it is itself a checkpoint. Fix: give the directory that contains it."
+    with pytest.raises(CheckpointError, match=f"^{re.escape(sentence)}$"):
+        CheckpointStore(path).lock()
+    with pytest.raises(CheckpointError, match="the checkpoint of step 2 cannot be written: it is itself a checkpoint"):
+        CheckpointStore(path).write(2, small(2))
+    assert names_in(path) == before
+
+
 @pytest.mark.parametrize("keep", [1, 3])
 def test_a_reader_beside_a_writer_finds_only_whole_ones(keep, tmp_path):
     ended = threading.Event()

@@ -21,8 +21,8 @@ from lockstep._atomic_files import make_directory, open_own, publish, remove, sw
 from lockstep._errors import CheckpointError, OptionError, describe_error, file_path, whole_number
 from lockstep._logging import log_info
 from lockstep.checkpoint import serialization
-from lockstep.checkpoint.manifest import signing_key
-from lockstep.checkpoint.serialization import Loaded, Snapshot, checkpoints_in, free_name, is_leftover, step_of
+from lockstep.checkpoint.manifest import MANIFEST, signing_key
+from lockstep.checkpoint.serialization import ARRAYS, Loaded, Snapshot, checkpoints_in, free_name, is_leftover, step_of
 from lockstep.checkpoint.shards import PART, ArrayShard, pack
 from lockstep.checkpoint.writer_lock import WriterLock
 
@@ -95,7 +95,8 @@ class CheckpointStore:
         """Take the lock; taken early, it lets a second job fail before it trains.
 
         Raises:
-            CheckpointError: another job holds it (the message names host, process and time), or the directory cannot be made.
+            CheckpointError: another job holds it (the message names host, process and time), or the directory cannot be made or is itself a
+                checkpoint.
         """
         with self._writing("no lock can be taken"):
             if self._lock.is_exclusive:
@@ -241,6 +242,10 @@ class CheckpointStore:
     def _writing(self, what: str, snapshot: Snapshot | None = None) -> Iterator[None]:
         with self._write_turn(what):
             try:
+                if all((self.directory / name).exists() for name in (MANIFEST, ARRAYS)):
+                    raise CheckpointError(
+                        f"{self.directory}: {what}: it is itself a checkpoint. Fix: give the directory that contains it."
+                    )
                 make_directory(self.directory)
                 self._lock.take()
                 yield
