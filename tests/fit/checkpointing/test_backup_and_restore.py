@@ -537,9 +537,18 @@ def test_a_custom_loop_resumes(tmp_path):
     other = {"weights": [np.zeros(4, "float32"), np.ones(2, "float32")], "moment": np.float32(1)}
     with (
         strategy.checkpoint(tmp_path) as checkpoint,
-        pytest.raises(lockstep.CheckpointError, match=r"another state: \['weights'\]\[0\]"),
+        pytest.raises(lockstep.CheckpointError, match=r"another state: state\['weights'\]\[0\] is"),
     ):
         checkpoint.restore(other)
+
+
+def test_the_state_of_a_loop_that_is_one_array_has_a_name(tmp_path):
+    strategy = lockstep.MirroredStrategy(["cpu:0", "cpu:1"])
+    with strategy.checkpoint(tmp_path) as checkpoint:
+        checkpoint.save(1, np.zeros(2, "float32"))
+    message = "another state: state is absent, or of another shape or dtype"
+    with strategy.checkpoint(tmp_path) as checkpoint, pytest.raises(lockstep.CheckpointError, match=message):
+        checkpoint.restore(np.zeros(3, "float32"))
 
 
 def test_numbers_of_the_host_in_a_loop_are_not_narrowed(tmp_path):

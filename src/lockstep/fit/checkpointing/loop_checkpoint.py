@@ -89,7 +89,7 @@ class Checkpoint:
         differ = [name for name, leaf in names.items() if name not in arrays or _differs(arrays[name], leaf)]
         if differ or len(names) != len(arrays):
             raise CheckpointError(
-                f"{self._store.directory}: the checkpoint of step {step} is of another state: {differ[0] if differ else 'it has'} "
+                f"{self._store.directory}: the checkpoint of step {step} is of another state: {f'state{differ[0]}' if differ else 'it has'} "
                 f"{'is absent, or of another shape or dtype' if differ else f'{len(arrays)} arrays, and here are {len(names)}'}. Fix: make the state as "
                 "it was, or take another directory."
             )
