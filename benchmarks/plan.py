@@ -31,8 +31,9 @@ COLUMNS = (
     *("TFLOP a device", "all-reduce", "all-gather", "reduce-scatter", "a step", "limited by"),
 )
 TARGETS = ("v5e:1", "v5e:2x4", "h100:1", "h100:8", "t4:1")
-STRATEGIES = "replicated", "optimizer", "variables", "recompute"
+STRATEGIES = "replicated", "optimizer", "variables", "recompute", "model-recompute"
 FEWER = {"v5e:2x4": ("replicated", "recompute")}  # A step for TPUs compiles for minutes.
+LARGE = "GPT of 6.9 billion weights"  # It is planned on eight GPUs only.
 NOTE = (
     "Memory is that of one device. Time is an estimate from data sheets that no device has verified. Collectives: number, and "
     "bytes of their results on a device. A largest batch that is missing was not searched."
@@ -56,9 +57,21 @@ def small_gpt2():
     return nets.language(False, length=1024, width=768, blocks=12, heads=12)[0]
 
 
+def large_gpt():
+    """A decoder of the size of Llama 2 7B: 32 blocks of width 4,096, 1,024 positions; computes in bfloat16."""
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    model, _ = nets.language(False, length=1024, width=4096, blocks=32, heads=32)
+    keras.config.set_dtype_policy("float32")
+    model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    return model
+
+
 def of_net(name):
-    """Return a compiled model and arrays of one row."""
+    """Return a compiled model, or a function that makes it, and arrays of one row."""
     keras.utils.set_random_seed(0)
+    if name == LARGE:
+        row = np.zeros((1, 1024), "int32")
+        return large_gpt, row, row
     if name == "GPT-2 medium":
         model, row = made(GPT2_MEDIUM)
         return model, row, row
@@ -72,7 +85,7 @@ def of_net(name):
 
 
 # Rows of a device, and whether the largest batch is searched on one device.
-NETS = {"MLP": 256, "CNN": 128, "ResNet50": 64, "ViT-B/16": 32, "GPT-2 small": 8, "GPT-2 medium": 8}
+NETS = {"MLP": 256, "CNN": 128, "ResNet50": 64, "ViT-B/16": 32, "GPT-2 small": 8, "GPT-2 medium": 8, LARGE: 8}
 SEARCHED = {
     ("v5e:1", "MLP"),
     ("v5e:1", "GPT-2 medium"),
@@ -80,6 +93,11 @@ SEARCHED = {
     ("t4:1", "CNN"),
     *(("h100:1", net) for net in NETS),
 }
+
+
+def strategies_of(target, net):
+    """Return the strategies that are planned; a mesh for the large net only, of which each strategy compiles for minutes."""
+    return ("replicated", "recompute", "model-recompute") if net == LARGE else FEWER.get(target, STRATEGIES[:4])
 
 
 def planned(target, net):
@@ -94,7 +112,7 @@ def planned(target, net):
         data,
         hardware=target,
         batch=batch,
-        strategy=FEWER.get(target, STRATEGIES),
+        strategy=strategies_of(target, net),
         search=(target, net) in SEARCHED,
     )
     cells = {}
@@ -121,11 +139,11 @@ def record(rows):
     rows = sorted(
         [*kept, *rows], key=lambda row: tuple(names.index(cell) for names, cell in zip(order, row, strict=False))
     )
-    title = "Plans of six nets on hardware that is only described"
+    title = "Plans of seven nets on hardware that is only described"
     write("plan", title, COLUMNS, rows, NOTE, arguments=())
 
 
 if __name__ == "__main__":
     for target in sys.argv[1:2] or TARGETS:
-        for net in sys.argv[2:] or NETS:
+        for net in sys.argv[2:] or [one for one in NETS if one != LARGE or target == "h100:8"]:
             record(planned(target, net))
