@@ -70,3 +70,16 @@ def test_afterwards_variables_have_values_again():
     model.large.kernel.assign(new)
     assert new.numpy().all()
     assert model.large.kernel.numpy().all()
+
+
+def test_variables_that_were_there_before_keep_their_values_and_can_be_trained():
+    model = built()
+    data = np.ones((4, 1024), "float32"), np.ones((4, 4), "float32")
+    model.fit(*data, verbose=0)
+    before = model.large.kernel.numpy()
+    with placeholder_variables():
+        model.fit(*data, verbose=0)
+        new = built()
+    after = model.large.kernel.numpy()
+    assert after.all() and not np.array_equal(after, before)
+    assert not takes_memory(new.large.kernel)

@@ -46,7 +46,7 @@ SHARD_VARIABLES = Patch(
 )
 PLACEHOLDERS = Patch(
     target="class Variable",
-    attributes=("_initialize_with_initializer", "_direct_assign"),
+    attributes=("_initialize_with_initializer", "_initialize", "_direct_assign"),
     lifetime="while a plan runs a user's script, or calls a function that makes a model",
     reason="a plan needs the shapes of variables, whose values may be larger than the memory of this machine",
     public_api="variables without values, as in a StatelessScope, that a whole script can make and load",

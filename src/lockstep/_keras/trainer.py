@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
+from weakref import WeakValueDictionary
 
 import jax
 import keras
@@ -164,29 +165,35 @@ _PLACEHOLDER_BYTES = 1 << 20  # of the smallest value without memory; random see
 
 
 def placeholder_variables() -> contextlib.AbstractContextManager[None]:
-    """Give variables of a MiB or more zeros that take no memory, whatever they are initialized with or set to, while this is open."""
+    """Give new variables of a MiB or more zeros that take no memory, whatever they are initialized with or set to, while this is open."""
     owner = _owner_of("_initialize_with_initializer", keras.Variable)
-    initialize, assign = vars(owner)["_initialize_with_initializer"], vars(owner)["_direct_assign"]
+    by_initializer, by_value, assign = (vars(owner)[name] for name in PLACEHOLDERS.attributes)
+    new: WeakValueDictionary[int, keras.Variable] = WeakValueDictionary()  # by id, as variables have no hash
 
-    @functools.wraps(initialize)
+    @functools.wraps(by_initializer)
     def initialize_with_zeros(variable: keras.Variable, initializer: Callable[..., Any]) -> None:
         zeros = np.broadcast_to(np.zeros((), variable._dtype), variable.shape)
         if zeros.nbytes < _PLACEHOLDER_BYTES:
-            initialize(variable, initializer)
+            by_initializer(variable, initializer)
         else:
+            new[id(variable)] = variable
             variable._value = zeros
+
+    @functools.wraps(by_value)
+    def initialize_by_value(variable: keras.Variable, value: Any) -> None:
+        new[id(variable)] = variable
+        by_value(variable, value)
 
     @functools.wraps(assign)
     def assign_zeros(variable: keras.Variable, value: Any) -> None:
-        if isinstance(value, jax.core.Tracer) or value.nbytes < _PLACEHOLDER_BYTES:
+        is_small = isinstance(value, jax.core.Tracer) or value.nbytes < _PLACEHOLDER_BYTES
+        if is_small or new.get(id(variable)) is not variable:  # Variables that were there before keep their values.
             assign(variable, value)
         else:
             variable._value = np.broadcast_to(np.zeros((), value.dtype), value.shape)
 
-    return patched(
-        PLACEHOLDERS,
-        [(owner, "_initialize_with_initializer", initialize_with_zeros), (owner, "_direct_assign", assign_zeros)],
-    )
+    replaced = zip(PLACEHOLDERS.attributes, (initialize_with_zeros, initialize_by_value, assign_zeros), strict=True)
+    return patched(PLACEHOLDERS, [(owner, name, method) for name, method in replaced])
 
 
 _in_optimizer = ContextVar("_in_optimizer", default=False)
