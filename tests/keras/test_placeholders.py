@@ -4,6 +4,7 @@ import keras
 import numpy as np
 import pytest
 
+from lockstep._errors import ModelError
 from lockstep._keras.trainer import placeholder_variables
 
 
@@ -81,5 +82,15 @@ def test_variables_that_were_there_before_keep_their_values_and_can_be_trained()
         model.fit(*data, verbose=0)
         new = built()
     after = model.large.kernel.numpy()
-    assert after.all() and not np.array_equal(after, before)
+    assert after.all()
+    assert not np.array_equal(after, before)
     assert not takes_memory(new.large.kernel)
+
+
+def test_zeros_are_not_saved(tmp_path):
+    with placeholder_variables():
+        large, small = built(), keras.Sequential([keras.Input((2,)), keras.layers.Dense(3)])
+        with pytest.raises(ModelError, match=r"'late.*' is saved before its first fit.* would have zeros\. Fix: "):
+            large.save_weights(tmp_path / "large.weights.h5")
+        small.save(tmp_path / "small.keras")
+    assert [file.name for file in tmp_path.iterdir()] == ["small.keras"]

@@ -151,10 +151,10 @@ OBSERVE_COMPILE = Patch(
 END_SAVES = Patch(
     target="class Model",
     attributes=("save", "save_weights", "export"),
-    lifetime="while a user's script runs up to its call of fit",
-    reason="a script whose fit was not run must not write its untrained model over a trained one on its way out",
+    lifetime="while a user's script runs up to its call of fit, or a plan calls a function that makes a model",
+    reason="a script whose fit was not run must not write its untrained model over a trained one on its way out, nor a plan zeros",
     public_api="a hook around writing a file",
-    used_by=("tools/script_runner.py",),
+    used_by=("_keras/trainer.py", "tools/script_runner.py"),
 )
 STATE_SYNC = Patch(
     target="model",

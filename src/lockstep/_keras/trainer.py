@@ -35,6 +35,7 @@ from keras.src.utils.rng_utils import get_random_seed as get_random_seed
 from lockstep._errors import BackendError, ModelError, OptionError, shown, summary_of
 from lockstep._keras.patches import (
     CLAIM_MODELS,
+    END_SAVES,
     INTERCEPT_FIT,
     LOCAL_DEVICES,
     MODEL_CALLS,
@@ -164,8 +165,12 @@ def _patch_classes(
 _PLACEHOLDER_BYTES = 1 << 20  # of the smallest value without memory; random seeds, rates and biases keep theirs
 
 
-def placeholder_variables() -> contextlib.AbstractContextManager[None]:
-    """Give new variables of a MiB or more zeros that take no memory, whatever they are initialized with or set to, while this is open."""
+@contextlib.contextmanager
+def placeholder_variables() -> Iterator[None]:
+    """Give new variables of a MiB or more zeros that take no memory, whatever they are initialized with or set to, while this is open.
+
+    A model with such variables cannot be saved.
+    """
     owner = _owner_of("_initialize_with_initializer", keras.Variable)
     by_initializer, by_value, assign = (vars(owner)[name] for name in PLACEHOLDERS.attributes)
     new: WeakValueDictionary[int, keras.Variable] = WeakValueDictionary()  # by id, as variables have no hash
@@ -193,7 +198,19 @@ def placeholder_variables() -> contextlib.AbstractContextManager[None]:
             variable._value = np.broadcast_to(np.zeros((), value.dtype), value.shape)
 
     replaced = zip(PLACEHOLDERS.attributes, (initialize_with_zeros, initialize_by_value, assign_zeros), strict=True)
-    return patched(PLACEHOLDERS, [(owner, name, method) for name, method in replaced])
+    with (
+        patched(PLACEHOLDERS, [(owner, name, method) for name, method in replaced]),
+        observe_calls(END_SAVES, _refuse_to_save_zeros),
+    ):
+        yield
+
+
+def _refuse_to_save_zeros(model: keras.Model) -> None:
+    if any(isinstance(variable._value, np.ndarray) for variable in model.variables):
+        raise ModelError(
+            f"model {model.name!r} is saved before its first fit, and in a plan its large variables have no values: the file would have zeros. "
+            "Fix: save it after fit, or leave that out with an argument of the script."
+        )
 
 
 _in_optimizer = ContextVar("_in_optimizer", default=False)
