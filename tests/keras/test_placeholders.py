@@ -1,5 +1,6 @@
 """Variables of a plan that take no memory: large ones read as zeros, small ones have their values."""
 
+import jax
 import keras
 import numpy as np
 import pytest
@@ -94,3 +95,14 @@ def test_zeros_are_not_saved(tmp_path):
             large.save_weights(tmp_path / "large.weights.h5")
         small.save(tmp_path / "small.keras")
     assert [file.name for file in tmp_path.iterdir()] == ["small.keras"]
+
+
+def test_scripts_can_use_a_placeholder_as_an_array_of_jax():
+    with placeholder_variables():
+        kernel = built().large.kernel
+        kernel.assign(kernel.value.at[0, 0].set(1.0))
+        updated = keras.ops.scatter_update(kernel, [[0, 0]], [1.0])
+    assert not takes_memory(kernel)
+    assert updated[0, 0] == 1
+    assert kernel.value.block_until_ready() is kernel.value
+    assert kernel.value.sharding.device_set == kernel.value.devices() == jax.numpy.zeros(()).devices()

@@ -19,6 +19,7 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 import jax
+import jax.numpy as jnp
 import keras
 import numpy as np
 from keras.src.backend import compute_output_spec
@@ -165,6 +166,28 @@ def _patch_classes(
 _PLACEHOLDER_BYTES = 1 << 20  # of the smallest value without memory; random seeds, rates and biases keep theirs
 
 
+class _Zeros(np.ndarray[Any, Any]):
+    """Zeros that take no memory, with what scripts read of an array of JAX."""
+
+    @property
+    def at(self) -> Any:
+        return jnp.asarray(self).at
+
+    @property
+    def sharding(self) -> jax.sharding.Sharding:
+        return jnp.zeros(()).sharding
+
+    def devices(self) -> set[jax.Device]:
+        return jnp.zeros(()).devices()
+
+    def block_until_ready(self) -> "_Zeros":
+        return self
+
+
+def _zeros(shape: Any, dtype: Any) -> Any:
+    return np.broadcast_to(np.zeros((), dtype).view(_Zeros), shape, subok=True)
+
+
 @contextlib.contextmanager
 def placeholder_variables() -> Iterator[None]:
     """Give new variables of a MiB or more zeros that take no memory, whatever they are initialized with or set to, while this is open.
@@ -177,7 +200,7 @@ def placeholder_variables() -> Iterator[None]:
 
     @functools.wraps(by_initializer)
     def initialize_with_zeros(variable: keras.Variable, initializer: Callable[..., Any]) -> None:
-        zeros = np.broadcast_to(np.zeros((), variable._dtype), variable.shape)
+        zeros = _zeros(variable.shape, variable._dtype)
         if zeros.nbytes < _PLACEHOLDER_BYTES:
             by_initializer(variable, initializer)
         else:
@@ -192,10 +215,10 @@ def placeholder_variables() -> Iterator[None]:
     @functools.wraps(assign)
     def assign_zeros(variable: keras.Variable, value: Any) -> None:
         is_small = isinstance(value, jax.core.Tracer) or value.nbytes < _PLACEHOLDER_BYTES
-        if is_small or new.get(id(variable)) is not variable:  # Variables that were there before keep their values.
+        if is_small or id(variable) not in new:  # Variables that were there before keep their values.
             assign(variable, value)
         else:
-            variable._value = np.broadcast_to(np.zeros((), value.dtype), value.shape)
+            variable._value = _zeros(value.shape, value.dtype)
 
     replaced = zip(PLACEHOLDERS.attributes, (initialize_with_zeros, initialize_by_value, assign_zeros), strict=True)
     with (
@@ -206,7 +229,7 @@ def placeholder_variables() -> Iterator[None]:
 
 
 def _refuse_to_save_zeros(model: keras.Model) -> None:
-    if any(isinstance(variable._value, np.ndarray) for variable in model.variables):
+    if any(isinstance(variable.value, _Zeros) for variable in model.variables):
         raise ModelError(
             f"model {model.name!r} is saved before its first fit, and in a plan its large variables have no values: the file would have zeros. "
             "Fix: save it after fit, or leave that out with an argument of the script."
