@@ -56,6 +56,15 @@ class OwnMasking(layers.Layer):
         return keras.ops.any(keras.ops.not_equal(x, -9.0), -1)
 
 
+def steps_with_a_mask(labels):
+    """Labels of time steps, of which an input leaves out the last two."""
+    steps, mask = keras.Input((5, 2)), keras.Input((5,), dtype="bool")
+    model = keras.Model([steps, mask], dense()(layers.SimpleRNN(4, return_sequences=True)(steps, mask=mask)))
+    model.compile("sgd", FROM_LOGITS)
+    masks = np.tile([True, True, True, False, False], (ROWS, 1))
+    return model, ([np.ones((ROWS, 5, 2)), masks], np.tile(labels, (ROWS, 1)))
+
+
 def of_any_size(labels):
     """A convolution over images of any size, and ``labels`` classes in its targets."""
     model = keras.Sequential([keras.Input((None, None, 2)), layers.Conv2D(CLASSES, 1)])
@@ -300,6 +309,7 @@ PROGRAMS = {
             lambda: padded_steps(1),
             lambda: masked_steps([0, 1, 0, -1, -1]),
             lambda: masked_steps([0, 1, 0, -1, -1], OwnMasking()),
+            lambda: steps_with_a_mask([0, 1, 0, -1, -1]),
             lambda: (net(dense(None, 1), loss=BINARY), (X, np.nextafter(np.float32(1), np.float32(2)) * IS_FIRST)),
             lambda: of_any_size(labels=3),
             lambda: (net(dense(), loss=FROM_LOGITS), (X, with_values(Y, 90, 255), None, None, {0: 2.0, 255: 0.0})),
@@ -311,8 +321,18 @@ PROGRAMS = {
         [
             lambda: (net(dense(None, 1), loss=BINARY), (X, with_values(IS_FIRST, 7, np.nan))),
             lambda: (net(dense(), loss=FROM_LOGITS), (X, with_values(Y.astype("float32"), 7, np.nan))),
+            lambda: (
+                net(dense(None, 1), loss=BINARY),
+                (X, with_values(IS_FIRST, 7, np.nan), with_values(np.ones(ROWS), 7, 0)),
+            ),
         ],
-        [lambda: (net(dense(None, 1), loss=BINARY), (X, IS_FIRST))],
+        [
+            lambda: (net(dense(None, 1), loss=BINARY), (X, IS_FIRST)),
+            lambda: (
+                net(dense(), loss=FROM_LOGITS),
+                (X, with_values(Y.astype("float32"), 7, np.nan), with_values(np.ones(ROWS), 7, 0)),
+            ),
+        ],
     ),
     "sample-weights-not-finite": (
         [

@@ -91,6 +91,17 @@ def ignored_training_arguments(model: keras.Model) -> Iterator[keras.layers.Laye
             yield from ignored_training_arguments(node.operation)
 
 
+def is_given_mask(model: keras.Model) -> bool:
+    """Return whether a graph gives a layer the argument ``mask``, which then holds for the loss as well."""
+    graph = _graph_of(model)
+    nodes = () if graph is None else chain(*graph._nodes_by_depth.values())
+    return any(
+        node.arguments.kwargs.get("mask") is not None
+        or (isinstance(node.operation, keras.Model) and is_given_mask(node.operation))
+        for node in nodes
+    )
+
+
 def is_softmax(operation: Any) -> bool:
     """Return whether a layer or operation is a softmax and nothing else, before which minus infinity masks."""
     return not isinstance(operation, _LAYERS_WITH_ACTIVATION) and _activation(operation) == "softmax"

@@ -9,7 +9,7 @@ import keras
 import numpy as np
 
 from lockstep._keras.graph import layers_of, overrides_any
-from lockstep._keras.output_activations import Output, ignored_training_arguments, outputs_of
+from lockstep._keras.output_activations import Output, ignored_training_arguments, is_given_mask, outputs_of
 from lockstep.doctor.base import Finding, FitCall, array_in_memory, sample_rows, sampling_stride
 from lockstep.doctor.data_checks import count_bad_rows, not_finite_in
 
@@ -224,7 +224,8 @@ def check_label_range(call: FitCall) -> Iterator[Finding]:
     for output in classification_outputs(call):
         if output.labels is None or output.labels.dtype.kind not in "iufb" or not len(output.labels):
             continue
-        if len(output.spec.shape or ()) > 1 and any(map(_masks, layers_of(call.model))):
+        may_mask = is_given_mask(call.model) or any(map(_masks, layers_of(call.model)))
+        if len(output.spec.shape or ()) > 1 and may_mask:
             continue  # Masked time steps may have any label.
         if output.loss.kind == "sparse":
             yield from _check_classes(output, call)
@@ -238,10 +239,13 @@ def check_finite_labels(call: FitCall) -> Iterator[Finding]:
         if output.labels is None or output.labels.dtype.kind != "f":
             continue
         labels, which_rows = sample_rows(output.labels, call.max_values)
-        if not np.isfinite(labels).all():
+        bad = ~np.isfinite(labels)
+        if output.loss.kind == "sparse":  # As an integer it has a finite loss, which a weight of 0 leaves out.
+            bad &= _is_counted(labels, output, call)
+        if bad.any():
             yield Finding(
                 "labels-not-finite",
-                f"labels that are NaN or Inf, in {count_bad_rows(~np.isfinite(labels))} of {which_rows}",
+                f"labels that are NaN or Inf, in {count_bad_rows(bad)} of {which_rows}",
                 f"y for {output.where}, {call.at_fit}",
                 "as integers they are other classes, which are trained on"
                 if output.loss.kind == "sparse"
@@ -315,13 +319,19 @@ def _wrong_labels(
     labels, which_rows = sample_rows(output.labels, call.max_values)
     labels = labels.astype("float64")
     wrong = is_wrong(labels) & np.isfinite(labels) & (True if ignored is None else labels != ignored)
+    wrong &= _is_counted(labels, output, call)
+    return labels[wrong], f"{count_bad_rows(wrong)} of {which_rows}"
+
+
+def _is_counted(labels: np.ndarray, output: ClassificationOutput, call: FitCall) -> Any:
+    """Return which of the sampled labels have a weight other than 0, by the sample weights or else by their class."""
     if call.sample_weight is not None:
         every = sampling_stride(output.labels, call.max_values)
-        wrong &= _counts(labels, None if output.weights is None else output.weights[::every])
-    elif labels.size == len(labels):
-        weights = call.arguments.get("class_weight") or {}
-        wrong &= ~np.isin(labels, [number for number, weight in weights.items() if weight == 0])
-    return labels[wrong], f"{count_bad_rows(wrong)} of {which_rows}"
+        return _counts(labels, None if output.weights is None else output.weights[::every])
+    if labels.size != len(labels):
+        return True
+    weights = call.arguments.get("class_weight") or {}
+    return ~np.isin(labels, [number for number, weight in weights.items() if weight == 0])
 
 
 def _counts(labels: np.ndarray, weights: Any) -> Any:
