@@ -56,6 +56,17 @@ class OwnMasking(layers.Layer):
         return keras.ops.any(keras.ops.not_equal(x, -9.0), -1)
 
 
+def with_unused_input(kind, bad=1):
+    """Two inputs in a dict or a list, of which the outputs depend on the first only; one has NaN."""
+    inputs = [keras.Input((2,), name=name) for name in ("a", "b")]
+    values = [with_values(X, 7, np.nan) if number == bad else X for number in range(2)]
+    if kind is dict:
+        inputs, values = dict(zip("ab", inputs, strict=True)), dict(zip("ab", values, strict=True))
+    model = keras.Model(inputs, dense()(inputs["a" if kind is dict else 0]))
+    model.compile("sgd", FROM_LOGITS)
+    return model, (values, Y)
+
+
 def steps_with_a_mask(labels):
     """Labels of time steps, of which an input leaves out the last two."""
     steps, mask = keras.Input((5, 2)), keras.Input((5,), dtype="bool")
@@ -350,6 +361,7 @@ PROGRAMS = {
             lambda: (net(dense("softmax"), loss=SPARSE), (with_values(X, 7, -np.inf), Y)),
             lambda: with_bias(np.inf),
             lambda: one_of_two_inputs("a"),
+            lambda: with_unused_input(list, bad=0),
         ],
         [
             lambda: (
@@ -358,6 +370,8 @@ PROGRAMS = {
             ),
             lambda: with_bias(-np.inf),
             lambda: one_of_two_inputs("c"),
+            lambda: with_unused_input(dict),
+            lambda: with_unused_input(list),
             cropped_steps,
         ],
     ),

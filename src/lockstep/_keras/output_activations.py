@@ -69,11 +69,23 @@ def outputs_of(model: keras.Model) -> list[Output] | None:
     return [_output(names, tensor) for names, tensor in zip(_output_names(graph), graph.outputs, strict=True)]
 
 
-def input_names_of(model: keras.Model) -> list[str]:
-    """Return the keys that a model with a graph takes from a dict of inputs; others are ignored."""
+def inputs_used_by(model: keras.Model, x: Any) -> Any:
+    """Return of a dict or list of inputs, by key or index, those on which the outputs of a model with a graph depend; other inputs as they are."""
     graph = _graph_of(model)
     struct = graph._inputs_struct
-    return list(struct) if isinstance(struct, dict) else [tensor.name for tensor in graph.inputs]
+    if isinstance(x, dict):
+        tensors = struct if isinstance(struct, dict) else {tensor.name: tensor for tensor in graph.inputs}
+    elif isinstance(x, (list, tuple)) and isinstance(struct, (list, tuple)):
+        tensors, x = dict(enumerate(struct)), dict(enumerate(x))
+    else:
+        return x
+    nodes = chain(*graph._nodes_by_depth.values())
+    used = {id(tensor) for tensor in chain(graph.outputs, *(node.input_tensors for node in nodes))}
+    return {
+        key: x[key]
+        for key, tensor in tensors.items()
+        if key in x and any(id(one) in used for one in jax.tree.leaves(tensor))
+    }
 
 
 def ignored_training_arguments(model: keras.Model) -> Iterator[keras.layers.Layer]:

@@ -13,7 +13,7 @@ import numpy as np
 from lockstep._keras import trainer
 from lockstep._keras.batch_normalization import unsynchronized_normalizations
 from lockstep._keras.graph import global_batch_reason, is_keras_class, layers_of, operations_of
-from lockstep._keras.output_activations import input_names_of, is_softmax, outputs_of
+from lockstep._keras.output_activations import inputs_used_by, is_softmax, outputs_of
 from lockstep._logging import counted
 from lockstep.data.fit_wrapper import callbacks_in
 from lockstep.data.input_bound import BOUND, describe_waiting
@@ -47,9 +47,8 @@ def check_finite_inputs(call: FitCall) -> Iterator[Finding]:
     """Find NaN and Inf among the inputs of a model without layers that handle them."""
     if not _propagates_nan(call.model):
         return
-    taken, may_mask = input_names_of(call.model), any(map(is_softmax, operations_of(call.model)))
-    inputs = {name: call.x[name] for name in taken if name in call.x} if isinstance(call.x, dict) else call.x
-    for path, rows in not_finite_in(inputs, call.max_values, may_mask):
+    may_mask = any(map(is_softmax, operations_of(call.model)))
+    for path, rows in not_finite_in(inputs_used_by(call.model, call.x), call.max_values, may_mask):
         yield Finding(
             "inputs-not-finite",
             f"inputs that are NaN or Inf, in {rows}",
