@@ -179,6 +179,28 @@ def test_check_changed_batch_reports_a_change_in_a_generator(strategy, reported)
     assert reported() == ["batch-without-rate"]
 
 
+class InBatches(keras.utils.PyDataset):
+    def __init__(self, rows, batch):
+        super().__init__()
+        self.rows, self.batch = rows, batch
+
+    def __len__(self):
+        return -(-self.rows // self.batch)
+
+    def __getitem__(self, number):
+        chosen = slice(number * self.batch, min(self.rows, (number + 1) * self.batch))
+        return X[chosen], Y[chosen]
+
+
+@pytest.mark.parametrize(("rows", "names"), [(10, []), (24, ["batch-without-rate"])])
+def test_check_changed_batch_ignores_a_pass_of_a_single_batch(rows, names, strategy, reported):
+    with strategy.scope():
+        model = net(dense(), loss=FROM_LOGITS)
+    model.fit(InBatches(rows, 12), verbose=0)
+    model.fit(InBatches(len(X), 32), verbose=0)
+    assert reported() == names
+
+
 def test_fit_checks_leave_a_model_that_is_not_compiled_to_keras(strategy, reported):
     with strategy.scope():
         model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])

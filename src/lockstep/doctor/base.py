@@ -166,6 +166,7 @@ class FitCall:
         compiled_at: ``file:line`` of ``compile``, likewise.
         max_values: limit for the values of an array that are checked.
         rows_read: rows of the batch that was read; None if none was read.
+        is_only_batch: whether that batch is all data.
     """
 
     model: keras.Model
@@ -178,6 +179,7 @@ class FitCall:
     compiled_at: str = ""
     max_values: int = 1_000_000
     rows_read: int | None = None
+    is_only_batch: bool = False
 
     @property
     def rows(self) -> int | None:

@@ -134,7 +134,15 @@ def with_batch(call: FitCall, batch: Any) -> FitCall:
     parts = tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
     x, y, weights = (*parts, None, None)[:3]
     whole = replace(call, x=x, y=y, sample_weight=weights, arguments={**call.arguments, "batch_size": sys.maxsize})
-    return replace(whole, rows_read=whole.rows)
+    return replace(whole, rows_read=whole.rows, is_only_batch=_count_batches(call.x) == 1)
+
+
+def _count_batches(data: Any) -> int | None:
+    """Return the number of batches of an input that tells it; else None."""
+    try:
+        return data.num_batches if isinstance(data, keras.utils.PyDataset) else len(data)
+    except Exception:  # of any type: a generator has no length, and an input may not know it
+        return None
 
 
 def call_findings(call: FitCall, first: Any = None) -> list[Finding]:

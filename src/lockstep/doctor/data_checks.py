@@ -137,7 +137,7 @@ class FitRecord:
 def fit_record(call: FitCall, rate: float | None) -> FitRecord | None:
     """Return the record of a call; None if the learning rate changes during training, or the batch size is unknown or larger than all data."""
     rows = call.batch_size if call.rows_read is None else call.rows_read
-    if rate is None or rows != call.rows:
+    if rate is None or rows != call.rows or call.is_only_batch:
         return None
     optimizer = call.model.optimizer
     kind = type(trainer.inner_optimizer(optimizer))
