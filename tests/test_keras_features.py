@@ -5,6 +5,7 @@ import functools
 import subprocess
 import sys
 
+import jax
 import keras
 import numpy as np
 import pytest
@@ -144,6 +145,65 @@ def test_the_model_can_be_called_and_cloned_after_fit():
     clone = keras.models.clone_model(model)
     clone.set_weights(model.get_weights())
     np.testing.assert_allclose(clone.predict(X, verbose=0), model.predict(X, verbose=0), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"deterministic": True}], ids=["default", "deterministic"])
+def test_a_model_that_keras_rematerializes_trains_by_replicas(options):
+    """JAX keeps what it has traced of a function, and Keras makes a new one for each call of a layer."""
+
+    def build():
+        keras.utils.set_random_seed(0)
+        with keras.RematScope("full"):
+            model = keras.Sequential([keras.Input((4,)), layers.Dense(6, "tanh"), layers.Dense(2)])
+        model.compile(keras.optimizers.SGD(0.1), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        return model
+
+    with Topology(3, 2, options=options).strategy().scope():
+        ours = build()
+    plain = build()
+    for model in (ours, plain):
+        model.fit(X, Y, batch_size=8, shuffle=False, verbose=0)
+        model.evaluate(X, Y, batch_size=8, verbose=0)
+    for (name, value), theirs in zip(state_of(ours).items(), state_of(plain).values(), strict=True):
+        assert_close(value, theirs, 1e-5, name)
+
+
+@pytest.mark.slow
+def test_a_custom_step_may_differentiate_a_rematerialized_model_that_it_calls_directly():
+    class Twice(keras.Model):
+        def __init__(self):
+            super().__init__()
+            with keras.RematScope("full"):
+                self.inner = keras.Sequential([keras.Input((4,)), layers.Dense(3, "tanh"), layers.Dense(1)])
+
+        def call(self, x):
+            return self.inner(x)
+
+        def train_step(self, state, data):
+            def loss(values, power):
+                with keras.StatelessScope(state_mapping=zip(self.trainable_variables, values, strict=True)):
+                    return keras.ops.mean((self.inner(data[0]) - 1) ** power)
+
+            values, others, optimizer, metrics = state
+            (loss_2, of_2), (loss_4, of_4) = (jax.value_and_grad(loss)(values, power) for power in (2, 4))
+            gradients = [one + other for one, other in zip(of_2, of_4, strict=True)]
+            values, optimizer = self.optimizer.stateless_apply(optimizer, gradients, values)
+            return {"loss": loss_2 + loss_4}, (values, others, optimizer, metrics)
+
+    def build():
+        keras.utils.set_random_seed(0)
+        model = Twice()
+        model.compile(keras.optimizers.SGD(0.1))
+        return model
+
+    with Topology(3, 2).strategy().scope():
+        ours = build()
+    plain = build()
+    for model in (ours, plain):
+        model.fit(X, Y, batch_size=8, shuffle=False, verbose=0)
+    for (name, value), theirs in zip(state_of(ours).items(), state_of(plain).values(), strict=True):
+        assert_close(value, theirs, 1e-5, name)
 
 
 @pytest.mark.slow

@@ -198,6 +198,14 @@ LAYER_CALL = Patch(
         "parameter_server/sparse_rows.py",
     ),
 )
+REMATERIALIZED_CALL = Patch(
+    target="model",
+    attributes=("rematerialized_call",),
+    lifetime="one trace of a step",
+    reason="JAX keeps what it has traced of a function, and the `call` that is replaced is one function in all traces of a step",
+    public_api="hooks around Layer.__call__",
+    used_by=("execution/step_functions.py",),
+)
 MOMENTS = Patch(
     target="layer of class BatchNormalization",
     attributes=("_moments",),

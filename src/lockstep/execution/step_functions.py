@@ -20,7 +20,7 @@ import numpy as np
 from lockstep._keras import trainer
 from lockstep._keras.batch_normalization import clear_synchronized, observe_moments, unsynchronized_normalizations
 from lockstep._keras.graph import forget_losses, global_batch_reason, models_of
-from lockstep._keras.patches import LAYER_CALL, STATELESS_CALL, patched_method, value_in_context
+from lockstep._keras.patches import LAYER_CALL, REMATERIALIZED_CALL, STATELESS_CALL, patched_method, value_in_context
 from lockstep.data.prefetch import is_reading_ahead
 from lockstep.data.random_state import capture_random_state, restore_random_state
 from lockstep.devices.names import device_name
@@ -171,6 +171,7 @@ class StepFunctions:
                 patched_method(STATELESS_CALL, models, functools.partial(functools.partial, interceptor.call))
             )
             stack.enter_context(patched_method(LAYER_CALL, models, interceptor.wrap_direct_call))
+            stack.enter_context(patched_method(REMATERIALIZED_CALL, models, _rematerializing_anew))
             yield
 
 
@@ -293,6 +294,15 @@ class _ForwardInterceptor:
             return original(*args, **kwargs)
         finally:
             self._is_in_call = before
+
+
+def _rematerializing_anew(_: keras.Model, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a ``rematerialized_call`` that hands a new function to ``jax.checkpoint``, as Keras's bound methods are."""
+
+    def rematerialized_call(layer_call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return original(functools.partial(layer_call), *args, **kwargs)
+
+    return rematerialized_call
 
 
 def _drawing_alike(function: Callable[..., Any]) -> Callable[..., Any]:
