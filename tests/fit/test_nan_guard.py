@@ -324,6 +324,23 @@ def test_a_model_on_the_global_batch_names_layer_and_rows():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_rematerialized_model_names_layer_and_rows(replicas):
+    class Square(layers.Layer):
+        def call(self, x):
+            return x * x
+
+    x = np.ones((8, 4), "float32")
+    x[5] = 1e30
+    with lockstep.MirroredStrategy(["cpu:0"], replicas=replicas).scope(), keras.RematScope("full"):
+        model = keras.Sequential([keras.Input((4,)), Square(name="square"), layers.Dense(1)])
+        model.compile("sgd", "mse")
+    message = "(?i)layer 'square' is the first that gives Inf, from finite numbers, in row 1 "
+    with pytest.raises(lockstep.NonFiniteError, match=message):
+        model.fit(x, x[:, :1], batch_size=4, shuffle=False, verbose=0, callbacks=[NanGuard()])
+
+
+@pytest.mark.slow
 def test_operations_masks_and_layers_within_layers():
     class Outer(layers.Layer):
         def __init__(self, **options):

@@ -199,12 +199,13 @@ LAYER_CALL = Patch(
     ),
 )
 REMATERIALIZED_CALL = Patch(
-    target="model",
+    target="layer",
     attributes=("rematerialized_call",),
-    lifetime="one trace of a step",
-    reason="JAX keeps what it has traced of a function, and the `call` that is replaced is one function in all traces of a step",
+    lifetime="one trace of a step, or one that looks for non-finite values",
+    reason="JAX keeps what it has traced of a function, and the `call` that is replaced is one function in all traces of a step; the NaN guard "
+    "reads values inside of layers",
     public_api="hooks around Layer.__call__",
-    used_by=("execution/step_functions.py",),
+    used_by=("execution/step_functions.py", "fit/nan_diagnosis.py"),
 )
 MOMENTS = Patch(
     target="layer of class BatchNormalization",

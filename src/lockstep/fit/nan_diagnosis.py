@@ -21,7 +21,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from lockstep._keras.graph import copy_keras_mask, operations_of
-from lockstep._keras.patches import LAYER_CALL, LOSS, STATELESS_CALL, patched_method
+from lockstep._keras.patches import LAYER_CALL, LOSS, REMATERIALIZED_CALL, STATELESS_CALL, patched_method
 from lockstep._keras.trainer import variables_of
 from lockstep._logging import capitalized, counted, listed
 from lockstep._padded_array import without_padding
@@ -108,6 +108,7 @@ class LayerTrace:
         layers = operations_of(self.model)
         with (
             patched_method(LAYER_CALL, layers, self._wrap_layer),
+            patched_method(REMATERIALIZED_CALL, layers, lambda layer, original: _call_once),
             patched_method(STATELESS_CALL, [self.model], self._wrap_model),
             patched_method(LOSS, [self.model], self._wrap_loss),
         ):
@@ -193,6 +194,11 @@ class LayerTrace:
             return compute(*own_args, **own_kwargs)
         except (TypeError, ValueError):
             return None
+
+
+def _call_once(layer_call: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:
+    """Return the call of a layer as it is: ``jax.checkpoint`` would hide the values inside."""
+    return layer_call
 
 
 def _with_gradient_callback(value: jax.Array, record: Callable[[Any], None]) -> jax.Array:
