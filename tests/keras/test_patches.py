@@ -10,7 +10,7 @@ import keras
 import pytest
 
 import lockstep
-from lockstep._keras import batch_normalization, graph, patches, trainer
+from lockstep._keras import batch_normalization, graph, patches, placeholders, trainer
 
 PACKAGE = Path(lockstep.__file__).parent
 PAGE = Path(__file__).parents[2] / "docs" / "versions.md"
@@ -84,7 +84,7 @@ def in_use(model):
     """The contexts that the package opens, each with arguments that do nothing."""
     yield trainer.claim_models(lambda: None)
     yield trainer.claim_models(lambda: None)
-    yield trainer.placeholder_variables()
+    yield placeholders.placeholder_variables()
     yield trainer.intercept_fit(lambda model, fit, args, kwargs: None)
     yield trainer.observe_calls(patches.OBSERVE_COMPILE, lambda model: None)
     yield trainer.observe_calls(patches.END_SAVES, lambda model: None)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from lockstep._errors import ModelError
-from lockstep._keras.trainer import placeholder_variables
+from lockstep._keras.placeholders import placeholder_variables
 
 
 class Late(keras.Model):

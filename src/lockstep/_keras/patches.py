@@ -50,7 +50,7 @@ PLACEHOLDERS = Patch(
     lifetime="while a plan runs a user's script, or calls a function that makes a model",
     reason="a plan needs the shapes of variables, whose values may be larger than the memory of this machine",
     public_api="variables without values, as in a StatelessScope, that a whole script can make and load",
-    used_by=("_keras/trainer.py",),
+    used_by=("_keras/placeholders.py",),
 )
 OPTIMIZER_VARIABLES = Patch(
     target="class Optimizer",
@@ -154,7 +154,7 @@ END_SAVES = Patch(
     lifetime="while a user's script runs up to its call of fit, or a plan calls a function that makes a model",
     reason="a script whose fit was not run must not write its untrained model over a trained one on its way out, nor a plan zeros",
     public_api="a hook around writing a file",
-    used_by=("_keras/trainer.py", "tools/script_runner.py"),
+    used_by=("_keras/placeholders.py", "tools/script_runner.py"),
 )
 STATE_SYNC = Patch(
     target="model",

@@ -16,10 +16,8 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
-from weakref import WeakValueDictionary
 
 import jax
-import jax.numpy as jnp
 import keras
 import numpy as np
 from keras.src.backend import compute_output_spec
@@ -36,12 +34,10 @@ from keras.src.utils.rng_utils import get_random_seed as get_random_seed
 from lockstep._errors import BackendError, ModelError, OptionError, shown, summary_of
 from lockstep._keras.patches import (
     CLAIM_MODELS,
-    END_SAVES,
     INTERCEPT_FIT,
     LOCAL_DEVICES,
     MODEL_CALLS,
     OPTIMIZER_VARIABLES,
-    PLACEHOLDERS,
     SHARD_VARIABLES,
     STATE_SYNC,
     STEP_FUNCTIONS,
@@ -161,79 +157,6 @@ def _patch_classes(
     normalization = keras.layers.BatchNormalization
     construct = _accept_synchronized(vars(normalization)["__init__"], current)
     patches.enter_context(patched(SYNCHRONIZED_ARGUMENT, [(normalization, "__init__", construct)]))
-
-
-_PLACEHOLDER_BYTES = 1 << 20  # of the smallest value without memory; random seeds, rates and biases keep theirs
-
-
-class _Zeros(np.ndarray[Any, Any]):
-    """Zeros that take no memory, with what scripts read of an array of JAX."""
-
-    @property
-    def at(self) -> Any:
-        return jnp.asarray(self).at
-
-    @property
-    def sharding(self) -> jax.sharding.Sharding:
-        return jnp.zeros(()).sharding
-
-    def devices(self) -> set[jax.Device]:
-        return jnp.zeros(()).devices()
-
-    def block_until_ready(self) -> "_Zeros":
-        return self
-
-
-def _zeros(shape: Any, dtype: Any) -> Any:
-    return np.broadcast_to(np.zeros((), dtype).view(_Zeros), shape, subok=True)
-
-
-@contextlib.contextmanager
-def placeholder_variables() -> Iterator[None]:
-    """Give new variables of a MiB or more zeros that take no memory, whatever they are initialized with or set to, while this is open.
-
-    A model with such variables cannot be saved.
-    """
-    owner = _owner_of("_initialize_with_initializer", keras.Variable)
-    by_initializer, by_value, assign = (vars(owner)[name] for name in PLACEHOLDERS.attributes)
-    new: WeakValueDictionary[int, keras.Variable] = WeakValueDictionary()  # by id, as variables have no hash
-
-    @functools.wraps(by_initializer)
-    def initialize_with_zeros(variable: keras.Variable, initializer: Callable[..., Any]) -> None:
-        zeros = _zeros(variable.shape, variable._dtype)
-        if zeros.nbytes < _PLACEHOLDER_BYTES:
-            by_initializer(variable, initializer)
-        else:
-            new[id(variable)] = variable
-            variable._value = zeros
-
-    @functools.wraps(by_value)
-    def initialize_by_value(variable: keras.Variable, value: Any) -> None:
-        new[id(variable)] = variable
-        by_value(variable, value)
-
-    @functools.wraps(assign)
-    def assign_zeros(variable: keras.Variable, value: Any) -> None:
-        is_small = isinstance(value, jax.core.Tracer) or value.nbytes < _PLACEHOLDER_BYTES
-        if is_small or id(variable) not in new:  # Variables that were there before keep their values.
-            assign(variable, value)
-        else:
-            variable._value = _zeros(value.shape, value.dtype)
-
-    replaced = zip(PLACEHOLDERS.attributes, (initialize_with_zeros, initialize_by_value, assign_zeros), strict=True)
-    with (
-        patched(PLACEHOLDERS, [(owner, name, method) for name, method in replaced]),
-        observe_calls(END_SAVES, _refuse_to_save_zeros),
-    ):
-        yield
-
-
-def _refuse_to_save_zeros(model: keras.Model) -> None:
-    if any(isinstance(variable.value, _Zeros) for variable in model.variables):
-        raise ModelError(
-            f"model {model.name!r} is saved before its first fit, and in a plan its large variables have no values: the file would have zeros. "
-            "Fix: save it after fit, or leave that out with an argument of the script."
-        )
 
 
 _in_optimizer = ContextVar("_in_optimizer", default=False)

@@ -18,7 +18,7 @@ import jax
 
 from lockstep._atomic_files import read_file, replace_file
 from lockstep._errors import LockstepError, OptionError
-from lockstep._keras.trainer import placeholder_variables
+from lockstep._keras.placeholders import placeholder_variables
 from lockstep.collectives.cost_model import NetworkLink
 from lockstep.devices.cpu_devices import reserve_devices
 from lockstep.doctor.check_lists import call_findings

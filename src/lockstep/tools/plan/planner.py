@@ -21,7 +21,8 @@ from lockstep._errors import (
     shown,
     whole_number,
 )
-from lockstep._keras.trainer import DEFAULT_BATCH_SIZE, placeholder_variables
+from lockstep._keras.placeholders import placeholder_variables
+from lockstep._keras.trainer import DEFAULT_BATCH_SIZE
 from lockstep.cluster_resolver import RESOLVERS
 from lockstep.collectives.cost_model import NetworkLink, link_between
 from lockstep.devices.cpu_devices import usable_cores
