@@ -191,7 +191,7 @@ def test_a_config_without_a_cluster_is_none(text):
         ("{'cluster': 1}", r"is no JSON: .* at character 1, near .*'cluster'.*double quotes"),
         ('{"cluster": {"worker": ["a:1",]}}', r"is no JSON: .* near .*a:1"),
         ("[" * 100_000, "TF_CONFIG cannot be read as JSON: .*recursion"),
-        ("[1]", r"expected a JSON object \{…\}, got \[1\]"),
+        ("[1]", r"^TF_CONFIG: expected a JSON object \{…\}, got \[1\]"),
         ('{"task": {"type": "worker", "index": 0}}', r"'cluster' is missing; it has \['task'\]"),
         ('{"clusters": {"worker": ["a:1"]}}', r"'cluster' is missing; it has \['clusters'\]"),
         ('{"cluster": ["a:1"]}', "TF_CONFIG: cluster: expected a dict of jobs"),

@@ -76,7 +76,7 @@ class TFConfigClusterResolver(EnvironmentResolver):
             spec = ClusterSpec(config["cluster"])
         except ClusterError as error:
             raise ClusterError(f"TF_CONFIG: {error}") from None
-        task = _check_object(config.get("task", {}), "task")
+        task = _check_object(config.get("task", {}), "TF_CONFIG: task")
         job, index = self._given
         job = _task_type(task) if job is None and "type" in task else job
         index = _task_index(task["index"]) if index is None and "index" in task else index
@@ -100,7 +100,7 @@ def _parse(text: str) -> dict[str, Any]:
 def _check_object(value: Any, name: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ClusterError(
-            f"TF_CONFIG: {name}: expected a JSON object {{…}}, got {json.dumps(value)}. Fix: write it with json.dumps of a dict."
+            f"{name}: expected a JSON object {{…}}, got {json.dumps(value)}. Fix: write it with json.dumps of a dict."
         )
     return value
 
