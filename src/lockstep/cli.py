@@ -101,7 +101,7 @@ def _add_inspection(commands: "argparse._SubParsersAction[argparse.ArgumentParse
     text = "find what makes a script's training wrong or slow without an error"
     doctor = commands.add_parser("doctor", help=text)
     doctor.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
-    doctor.add_argument("script", help="Python program; it runs up to its first fit")
+    doctor.add_argument("script", metavar="SCRIPT", help="Python program; it runs up to its first fit")
     doctor.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
     doctor.set_defaults(run=_doctor)
     migrate = commands.add_parser("migrate", help="turn a tf.distribute or tf.keras script into a Lockstep one")
