@@ -21,6 +21,7 @@ from sharded import GPT2_MEDIUM, Positions, made
 
 import lockstep
 from benchmarks.accelerator import nets
+from lockstep.tools.plan import estimate
 from lockstep.tools.plan.hardware import parse_target
 from lockstep.tools.plan.render import tables_of
 
@@ -31,9 +32,10 @@ COLUMNS = (
     *("TFLOP a device", "all-reduce", "all-gather", "reduce-scatter", "a step", "limited by"),
 )
 TARGETS = ("v5e:1", "v5e:2x4", "h100:1", "h100:8", "t4:1")
-STRATEGIES = "replicated", "optimizer", "variables", "recompute", "model-recompute"
-FEWER = {"v5e:2x4": ("replicated", "recompute")}  # A step for TPUs compiles for minutes.
+STRATEGIES = "replicated", "optimizer", "variables", "recompute"
 LARGE = "GPT of 6.9 billion weights"  # It is planned on eight GPUs only.
+# A step for TPUs, or of the large net, compiles for minutes.
+OTHERS = {"v5e:2x4": ("replicated", "recompute"), LARGE: ("replicated", "recompute", "model-recompute")}
 NOTE = (
     "Memory is that of one device. Time is an estimate from data sheets that no device has verified. Collectives: number, and "
     "bytes of their results on a device. A largest batch that is missing was not searched."
@@ -95,11 +97,6 @@ SEARCHED = {
 }
 
 
-def strategies_of(target, net):
-    """Return the strategies that are planned; a mesh for the large net only, of which each strategy compiles for minutes."""
-    return ("replicated", "recompute", "model-recompute") if net == LARGE else FEWER.get(target, STRATEGIES[:4])
-
-
 def planned(target, net):
     """Return the rows of the table for one target and net."""
     devices = 8 if ":8" in target or "2x4" in target else 1
@@ -112,7 +109,7 @@ def planned(target, net):
         data,
         hardware=target,
         batch=batch,
-        strategy=strategies_of(target, net),
+        strategy=OTHERS.get(net) or OTHERS.get(target, STRATEGIES),
         search=(target, net) in SEARCHED,
     )
     cells = {}
@@ -135,7 +132,7 @@ def record(rows):
     before = json.loads(file.read_text())["rows"] if file.exists() else []
     new = {row[:2] for row in rows}
     kept = [row for row in (tuple(row[column] for column in COLUMNS) for row in before) if row[:2] not in new]
-    order = [parse_target(name).name for name in TARGETS], list(NETS), list(STRATEGIES)
+    order = [parse_target(name).name for name in TARGETS], list(NETS), list(estimate.STRATEGIES)
     rows = sorted(
         [*kept, *rows], key=lambda row: tuple(names.index(cell) for names, cell in zip(order, row, strict=False))
     )

@@ -337,9 +337,9 @@ def plan(
     )
     x, y, *weights = arrays
     arguments = {"sample_weight": weights[0] if weights else None, "batch_size": options.batches[0]}
-    is_made = isinstance(model, keras.Model)
-    with contextlib.nullcontext() if is_made else placeholder_variables():
-        compiled = model if is_made or not callable(model) else model()
+    is_function = callable(model) and not isinstance(model, keras.Model)
+    with placeholder_variables() if is_function else contextlib.nullcontext():
+        compiled = model() if is_function else model
         if not isinstance(compiled, keras.Model) or not compiled.compiled:
             raise OptionError(
                 f"model: expected a compiled model, or a function that returns one, got {shown(compiled)}. Fix: call compile() before."
