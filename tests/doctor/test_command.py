@@ -79,6 +79,33 @@ def test_doctor_gives_code_2_for_a_script_that_fails_before_its_fit(doctor):
     assert "train.py failed before or in its first fit" in done.stderr
 
 
+SUBCLASS = """
+import keras, lockstep, numpy as np
+class Net(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(3)
+    def call(self, x):
+        return self.dense(x) BELOW
+with SCOPE:
+    model = Net()
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+model.fit(np.ones((64, 2)), np.zeros(64, int), batch_size=16)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scope", ["lockstep.MirroredStrategy(['cpu:0'], replicas=2).scope()", "keras.name_scope('x')"])
+def test_doctor_builds_a_subclassed_model_and_runs_its_steps(doctor, scope):
+    code = SUBCLASS.replace("SCOPE", scope)
+    done = doctor(code.replace("BELOW", ""), "train.py")
+    assert done.returncode == 0, done.stderr
+    assert "training steps on a copy of the state" in done.stdout
+    done = doctor(code.replace("BELOW", "+ self.missing"), "train.py")
+    assert done.returncode == 2, done.stdout
+    assert "has no attribute 'missing'" in done.stderr
+
+
 RETRY = """
 import itertools, os, keras, lockstep, numpy as np
 os.environ.update({environ!r})

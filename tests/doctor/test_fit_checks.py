@@ -107,6 +107,36 @@ def test_fit_checks_check_the_first_batch_of_a_generator_and_lose_none(strategy,
     assert [number for number in seen if isinstance(number, int)] == [0, 1, 2]
 
 
+@pytest.mark.parametrize(
+    ("validation", "names"),
+    [
+        ((X, Y + 1), ["labels-out-of-range"]),
+        ((X, Y + 1, np.zeros(len(X))), []),
+        ((X, np.eye(3)[Y]), ["one-hot-labels"]),
+        ((X, Y), []),
+    ],
+)
+def test_fit_checks_check_the_labels_of_the_validation_data(validation, names, strategy, reported, caplog):
+    with strategy.scope():
+        model = net(dense(), loss=FROM_LOGITS)
+    with contextlib.suppress(EnoughError):
+        model.fit(X, Y, class_weight={3: 0.0}, verbose=0, callbacks=[Stop()], validation_data=validation)
+    assert reported() == names
+    if names:
+        assert ", validation_data of fit at " in caplog.text
+
+
+def test_fit_checks_check_the_labels_that_validation_split_holds_out(strategy, reported, caplog):
+    with strategy.scope():
+        model = net(dense(), loss=FROM_LOGITS)
+    labels = Y.copy()
+    labels[-1] = 3
+    with contextlib.suppress(EnoughError):
+        model.fit(X, labels, validation_split=0.2, verbose=0, callbacks=[Stop()])
+    assert reported() == ["labels-out-of-range"]
+    assert "validation_data of fit at " in caplog.text
+
+
 def test_fit_checks_log_a_finding_once_for_a_model_with_its_location(strategy, caplog):
     caplog.set_level(logging.INFO, "lockstep")
     model = fit(strategy, PROGRAMS["softmax-from-logits"][0][0])

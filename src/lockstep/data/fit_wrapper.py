@@ -33,6 +33,7 @@ from lockstep.devices.placement import Placement, count_rows
 
 Report = Callable[[str], None]
 _ON_BATCH = ("train_on_batch", "test_on_batch", "predict_on_batch")
+_DATA = ("x", "y", "sample_weight")
 _STEPS = {"fit": "steps_per_epoch", "evaluate": "steps", "predict": "steps"}
 
 
@@ -122,7 +123,7 @@ class FitWrapper:
         def method(*args: Any, **kwargs: Any) -> Any:
             call = signature.bind(model, *args, **kwargs)
             check_call(name, call.arguments)
-            batch = [call.arguments.get(part) for part in ("x", "y", "sample_weight", "class_weight")]
+            batch = [call.arguments.get(part) for part in (*_DATA, "class_weight")]
             self._process_group.compare_batch(name, next(calls), batch)
             with self._around_call(model, name, call.arguments):
                 result = original(*call.args, **call.kwargs)
@@ -135,15 +136,16 @@ class FitWrapper:
         self, model: keras.Model, name: str, given: dict[str, Any], report: Report, stack: ExitStack
     ) -> KerasInput:
         """Replace the data in ``given`` by inputs, which ``stack`` closes; return the one for x."""
-        make = functools.partial(self._input, model, report, name == "fit")
+        make, on_first = functools.partial(self._input, model, report, name == "fit"), None
         if name == "fit":
             _split_validation(given)
+            x, y, weight = map(given.get, _DATA)
+            on_first = self._observe_fit(model, (x, y, weight), dict(given))
             if given.get("validation_data") is not None:
                 self._wrap_validation(given, lambda *data, **rest: stack.enter_context(_closing(make(*data, **rest))))
-        data = [given.pop(argument, None) for argument in ("x", "y", "sample_weight")]
+        data = [given.pop(argument, None) for argument in _DATA]
         options = {argument: given.pop(argument, None) for argument in ("class_weight", "batch_size")}
         options["shuffle"] = given.pop("shuffle", True) if name == "fit" else False
-        on_first = self._observe_fit(model, tuple(data), given | options) if name == "fit" else None
         made = make(*data, steps_per_epoch=given.get(_STEPS[name]), on_first_batch=on_first, **options)
         given["x"] = opened = stack.enter_context(_closing(made))
         return opened
@@ -370,9 +372,9 @@ def _split_validation(given: dict[str, Any]) -> None:
     """Split validation data off the arguments of ``fit``, as ``validation_split`` requests."""
     fraction = given.pop("validation_split", 0.0)
     if fraction and given.get("validation_data") is None:
-        data = tuple(given.get(name) for name in ("x", "y", "sample_weight"))
+        data = tuple(given.get(name) for name in _DATA)
         kept, held_out = trainer.train_validation_split(data, validation_split=fraction)
-        given.update(zip(("x", "y", "sample_weight"), kept, strict=True), validation_data=held_out)
+        given.update(zip(_DATA, kept, strict=True), validation_data=held_out)
 
 
 @contextmanager

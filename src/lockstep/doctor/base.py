@@ -167,6 +167,8 @@ class FitCall:
         max_values: limit for the values of an array that are checked.
         rows_read: rows of the batch that was read; None if none was read.
         is_only_batch: whether that batch is all data.
+        is_validation: whether the data are those of ``validation_data``.
+        may_build: whether the checks may build a model that has no weights yet, as nothing trains it afterwards.
     """
 
     model: keras.Model
@@ -180,6 +182,8 @@ class FitCall:
     max_values: int = 1_000_000
     rows_read: int | None = None
     is_only_batch: bool = False
+    is_validation: bool = False
+    may_build: bool = False
 
     @property
     def rows(self) -> int | None:
@@ -202,7 +206,8 @@ class FitCall:
     @property
     def at_fit(self) -> str:
         """Location of the call of fit, for messages."""
-        return f"fit at {self.fit_at}" if self.fit_at else "fit"
+        fit = f"fit at {self.fit_at}" if self.fit_at else "fit"
+        return f"validation_data of {fit}" if self.is_validation else fit
 
     @property
     def at_compile(self) -> str:

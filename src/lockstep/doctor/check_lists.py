@@ -68,6 +68,9 @@ BATCH_CHECKS: tuple[Check, ...] = (
     check_normalization,
 )
 
+# Checks of the validation data, if they are in memory; the others are about training.
+VALIDATION_CHECKS: tuple[Check, ...] = (check_label_format, check_label_range)
+
 # Checks of the call alone.
 CALL_CHECKS: tuple[Check, ...] = (
     check_logits,  # First: wrong in every step, without an error.
@@ -82,6 +85,17 @@ CALL_CHECKS: tuple[Check, ...] = (
 def run_checks(call: FitCall, checks: Iterable[Check]) -> list[Finding]:
     """Return the findings of the checks, in their order."""
     return [finding for check in checks for finding in check(call)]
+
+
+def validation_findings(call: FitCall) -> list[Finding]:
+    """Return the findings about the validation data, if they are ``(x, y)`` or ``(x, y, sample_weight)``."""
+    data = call.arguments.get("validation_data")
+    if not isinstance(data, (tuple, list)) or len(data) not in (2, 3):
+        return []
+    x, y, weights = (*data, None)[:3]
+    return run_checks(
+        replace(call, x=x, y=y, sample_weight=weights, arguments={}, is_validation=True), VALIDATION_CHECKS
+    )
 
 
 class FitChecks:
@@ -103,7 +117,7 @@ class FitChecks:
         if not (doctor_enabled() and model.compiled):
             return None
         call = FitCall(model, *data, arguments, self._settings, calling_location())
-        self._check(call, lambda: run_checks(call, CALL_CHECKS))
+        self._check(call, lambda: run_checks(call, CALL_CHECKS) + validation_findings(call))
         rate = learning_rate_of(call)
         if call.rows is not None:
             self._check_data(call, rate)
@@ -149,7 +163,7 @@ def call_findings(call: FitCall, first: Any = None) -> list[Finding]:
     """Return the findings about a call of ``fit``, its data and its first batch, if that is known, without running a step."""
     call = replace(call, max_values=_MAX_VALUES)
     data = call if call.rows is not None or first is None else with_batch(call, first)
-    return run_checks(call, CALL_CHECKS) + run_checks(data, BATCH_CHECKS)
+    return run_checks(call, CALL_CHECKS) + run_checks(data, BATCH_CHECKS) + validation_findings(call)
 
 
 # Not at each fit, as strategies refuse the worst settings when they are made. These checks also read the environment.
@@ -202,7 +216,7 @@ def _check_steps(
     call: FitCall, functions: StepFunctions, batches: ProbedBatches
 ) -> tuple[list[Finding], list[str], list[str]]:
     """Return findings of training steps, what was checked, and what was left out."""
-    if not batches.batches or not call.model.built:
+    if not batches.batches or not (call.model.built or call.may_build):
         unbuilt = "the model has no weights yet: begin it with keras.Input"
         reason = unbuilt if batches.batches else "the input has no batch"
         return list(check_memory(call)), [], [f"steps, their memory and their wait for data: {reason}"]

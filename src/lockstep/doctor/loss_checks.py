@@ -281,7 +281,7 @@ def _check_classes(output: ClassificationOutput, call: FitCall) -> Iterator[Find
             "labels-out-of-range",
             f"labels such as {_shown(wrong)} for {classes} classes, in {rows}",
             f"y for {output.where}, {call.at_fit}",
-            "on JAX a row with an unknown class adds 0 to the loss and is not trained on, without an error",
+            "on JAX a row with an unknown class adds 0 to the loss, as if its output were right, without an error",
             f"Number the classes from 0 to {classes - 1} without a gap, or give the layer a unit for each; ignore_class=… leaves one out",
         )
 

@@ -119,10 +119,10 @@ def _joined(report: Report, network: Report) -> Report:
 
 
 def fit_call_of(first: FirstFit, compiled_at: str = "") -> FitCall:
-    """Return a script's call of ``fit`` as the checks take it; ``compiled_at`` is a file and line, or ""."""
+    """Return a script's call of ``fit``, which will not run, as the checks take it; ``compiled_at`` is a file and line, or ""."""
     given = dict(first.arguments)
     x, y, weight = (given.pop(name, None) for name in ("x", "y", "sample_weight"))
-    return FitCall(first.model, x, y, weight, given, fit_at=first.where, compiled_at=compiled_at)
+    return FitCall(first.model, x, y, weight, given, fit_at=first.where, compiled_at=compiled_at, may_build=True)
 
 
 def _examine_call(program: FitCall) -> Report:
