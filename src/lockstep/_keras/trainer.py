@@ -349,6 +349,11 @@ def refresh_before_sync(model: keras.Model, fetch: Callable[[], Any]) -> Iterato
         yield
 
 
+def set_state(model: keras.Model, state: Any) -> None:
+    """Give a model the state of a training step, as Keras's ``fit`` does next; its tracking of the values is left to it."""
+    vars(model)["_jax_state"] = dict(zip(STATE_KINDS, state, strict=True))
+
+
 def write_back_values(model: keras.Model, names: tuple[str, ...], state: Any) -> None:
     """Write values back into a model's variables after a step failed: Keras takes them out before and would lose them.
 

@@ -155,6 +155,13 @@ class ReplicatedValues(StateValues):
         return StateValues(values)
 
 
+def is_donated(state: Any) -> bool:
+    """Return whether an array of a state was donated to a step, as far as it holds arrays; a state as Keras or a step gives it."""
+    stored = (part.copies if isinstance(part, ReplicatedValues) else part for part in state)
+    copies = (value if isinstance(value, PerDevice) else jax.tree.leaves(value) for part in stored for value in part)
+    return any(array.is_deleted() for values in copies for array in values if isinstance(array, jax.Array))
+
+
 def sharded_array(value: PerDevice, placement: Placement) -> jax.Array:
     """Return one array whose shards along the first axis are the devices' values; a device without one gets zeros, which are not read."""
     if len(value) == 1 and value[0] is not None:

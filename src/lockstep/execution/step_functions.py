@@ -36,6 +36,7 @@ from lockstep.execution.call_splitter import (
 )
 from lockstep.execution.compiled_step import Step, dispatch_lock
 from lockstep.execution.executors import EagerExecutor, Executor, SpmdExecutor
+from lockstep.execution.interrupts import InterruptGuard
 from lockstep.execution.nonfinite_gate import GatedStep, NonFiniteGate
 from lockstep.execution.spmd import SpmdForward
 from lockstep.execution.step_hooks import StepHook
@@ -70,6 +71,7 @@ class StepFunctions:
         self.executor = executor
         self.log = log
         self.hooks = tuple(hooks)
+        self.interrupts = InterruptGuard()
 
     @contextlib.contextmanager
     def hooked(self, *hooks: StepHook) -> Iterator[None]:
@@ -103,7 +105,7 @@ class StepFunctions:
         """Return the function for ``kind`` ("train", "test" or "predict") of the model as it is compiled now."""
         gated, multi_step = functools.cache(self._compile_gated_step), functools.cache(self._compile_multi_step)
         programs = StepPrograms(self._compile_step(kind), gated, multi_step)
-        return StepLoop(self.model, kind, programs, lambda: self.hooks, self.placement.devices)
+        return StepLoop(self.model, kind, programs, lambda: self.hooks, self.placement.devices, self.interrupts)
 
     @contextlib.contextmanager
     def failures_raised(self) -> Iterator[None]:

@@ -18,6 +18,7 @@ from lockstep._keras import trainer
 from lockstep._keras.variable_placement import stored_value
 from lockstep.data.keras_adapter import next_batch
 from lockstep.execution.compiled_step import Step, are_lost, start_lock, state_lists
+from lockstep.execution.interrupts import InterruptGuard
 from lockstep.execution.nonfinite_gate import GatedStep
 from lockstep.execution.step_hooks import StepHook
 
@@ -59,8 +60,10 @@ class StepLoop:
         programs: StepPrograms,
         hooks: Callable[[], tuple[StepHook, ...]],
         devices: Sequence[jax.Device],
+        interrupts: InterruptGuard,
     ) -> None:
         self._model, self._kind, self._programs, self._hooks, self._devices = model, kind, programs, hooks, devices
+        self._interrupts = interrupts
         self._last: Any = None  # result of the last step
 
     def __call__(self, state: Any, iterator: Iterator[Any]) -> tuple[Any, Any]:
@@ -74,9 +77,9 @@ class StepLoop:
             if (multi_step := self._multi_step()) and (
                 together := batches.take_alike(self._model.steps_per_execution, self._last)
             ):
-                with trace_context(None):
+                with self._interrupts.running(state), trace_context(None):
                     self._last, state = multi_step(state, together)
-                return self._last, state
+                return self._last, self._handed_over(state)
             for position in range(self._model.steps_per_execution):
                 for hook in self._hooks():
                     hook.on_fetch()
@@ -88,7 +91,7 @@ class StepLoop:
                     raise
                 for hook in self._hooks():
                     hook.on_step_start(self._model, self._kind, batch)
-                with trace_context(None):
+                with self._interrupts.running(state), trace_context(None):
                     self._last, state = (self._replaced_step() or self._programs.step)(state, batch)
                 for hook in self._hooks():
                     hook.on_step_end(self._model, self._kind, state, self._last)
@@ -99,7 +102,13 @@ class StepLoop:
             if not isinstance(error, StopIteration):
                 _explain(error, values)
             raise
-        return (self._concatenated(results) if self._kind == "predict" else self._last), state
+        return (self._concatenated(results) if self._kind == "predict" else self._last), self._handed_over(state)
+
+    def _handed_over(self, state: Any) -> Any:
+        """Return the new state; the model also has it already if the call is interrupted before Keras takes it."""
+        if self._kind == "train" and self._interrupts.is_installed:
+            trainer.set_state(self._model, state)
+        return state
 
     def raise_failure(self) -> None:
         """Wait for the last step, and raise its error if it failed on its device. Keras drops such an error: it makes numbers of logs if it can."""

@@ -373,8 +373,11 @@ class Strategy(Diagnostics):
     @contextlib.contextmanager
     def _around_call(self, model: keras.Model, name: str, arguments: dict[str, Any]) -> Iterator[None]:
         functions = self._functions_of(model)
-        around = self._around_fit(model, functions, arguments) if name == "fit" else contextlib.nullcontext()
-        with around, functions.failures_raised():
+        with contextlib.ExitStack() as stack:
+            if name == "fit":
+                stack.enter_context(self._around_fit(model, functions, arguments))
+                stack.enter_context(functions.interrupts.installed())
+            stack.enter_context(functions.failures_raised())
             yield
 
     def _around_fit(
