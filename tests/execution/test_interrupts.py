@@ -79,6 +79,36 @@ def test_an_interrupted_fit_leaves_the_weights_of_its_last_step(place, after, st
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+class Ending(keras.callbacks.Callback):
+    def __init__(self, error):
+        super().__init__()
+        self.error = error
+
+    def on_test_batch_end(self, batch, logs=None):
+        raise self.error
+
+    on_predict_batch_end = on_test_batch_end
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError, None])
+@pytest.mark.parametrize("name", ["evaluate", "predict"])
+def test_an_evaluation_that_ends_early_leaves_the_weights(name, error, monkeypatch):
+    """``error`` is that of a callback; None: an interrupt before Keras has the state of a step."""
+    model = made()
+    fit(model)
+    before = model.get_weights()
+    with monkeypatch.context() as patch:
+        if error is None:
+            interrupt(patch, StepLoop)
+        callbacks = [Ending(error)] if error else []
+        with pytest.raises(error or KeyboardInterrupt):
+            getattr(model, name)(
+                X, batch_size=8, verbose=0, callbacks=callbacks, **({"y": Y} if name == "evaluate" else {})
+            )
+    for found, wanted in zip(model.get_weights(), before, strict=True):
+        np.testing.assert_array_equal(found, wanted)
+
+
 def test_a_second_interrupt_ends_a_step_that_was_begun(monkeypatch):
     model = made()
     with monkeypatch.context() as patch:

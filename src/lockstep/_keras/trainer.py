@@ -349,9 +349,15 @@ def refresh_before_sync(model: keras.Model, fetch: Callable[[], Any]) -> Iterato
         yield
 
 
-def set_state(model: keras.Model, state: Any) -> None:
-    """Give a model the state of a training step, as Keras's ``fit`` does next; its tracking of the values is left to it."""
-    vars(model)["_jax_state"] = dict(zip(STATE_KINDS, state, strict=True))
+def set_state(model: keras.Model, names: tuple[str, ...], state: Any) -> None:
+    """Give a model the state after a step, as Keras does next; its tracking of the values is left to it. See :func:`write_back_values`."""
+    vars(model)["_jax_state"] = dict(zip(names, state, strict=True))
+
+
+def end_state(model: keras.Model) -> None:
+    """Write the state of a call that an exception has ended into the variables: ``evaluate`` and ``predict`` of Keras do not."""
+    model.jax_state_sync()
+    model._jax_state = None
 
 
 def write_back_values(model: keras.Model, names: tuple[str, ...], state: Any) -> None:

@@ -1,4 +1,6 @@
-"""Ctrl-C during ``fit``: while a step holds the only copy of the model's values, it is deferred until the step has returned the new ones."""
+"""Ctrl-C in ``fit``, ``evaluate`` and ``predict``: while a step holds the only copy of the model's values, it is deferred until the step has
+returned the new ones.
+"""
 
 import signal
 import threading
@@ -37,11 +39,11 @@ class InterruptGuard:
                 self._deferred = lambda: before(number, frame)
 
         signal.signal(signal.SIGINT, handle)
-        self.is_installed = True
+        outer, self.is_installed = self.is_installed, True
         try:
             yield
         finally:
-            self.is_installed = False
+            self.is_installed = outer
             if signal.getsignal(signal.SIGINT) is handle:
                 signal.signal(signal.SIGINT, before)
 

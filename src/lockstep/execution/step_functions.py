@@ -109,11 +109,17 @@ class StepFunctions:
 
     @contextlib.contextmanager
     def failures_raised(self) -> Iterator[None]:
-        """Raise at the end of this context the error of a step that failed in it: see :meth:`StepLoop.raise_failure`."""
+        """Raise at the end of this context, which is that of a call, the error of a step that failed in it: see :meth:`StepLoop.raise_failure`.
+
+        After another exception, such as that of a callback, the model has the values of the last step.
+        """
         try:
             yield
             for loop in self._loops():
                 loop.raise_failure()
+        except BaseException:
+            trainer.end_state(self.model)
+            raise
         finally:  # After another error no later call hears of that step.
             for loop in self._loops():
                 loop.forget_last()

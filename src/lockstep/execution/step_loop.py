@@ -106,8 +106,8 @@ class StepLoop:
 
     def _handed_over(self, state: Any) -> Any:
         """Return the new state; the model also has it already if the call is interrupted before Keras takes it."""
-        if self._kind == "train" and self._interrupts.is_installed:
-            trainer.set_state(self._model, state)
+        if self._interrupts.is_installed:
+            trainer.set_state(self._model, STATE[self._kind], state)
         return state
 
     def raise_failure(self) -> None:

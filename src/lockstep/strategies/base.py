@@ -376,6 +376,7 @@ class Strategy(Diagnostics):
         with contextlib.ExitStack() as stack:
             if name == "fit":
                 stack.enter_context(self._around_fit(model, functions, arguments))
+            if not name.endswith("_on_batch"):
                 stack.enter_context(functions.interrupts.installed())
             stack.enter_context(functions.failures_raised())
             yield
