@@ -53,7 +53,7 @@ def test_who_does_not_agree_is_named_to_all_with_both_values():
         )
         (sentence,) = messages(results)
         assert "do not agree on 'options': worker 1 of 3 (" in sentence
-        assert "differs in 'rows': it has 32, the others have 64." in sentence
+        assert "differs in 'rows': it has 32, the others have 64. Fix: run the same program" in sentence
         assert job.failures == [[], [], []]
 
 

@@ -38,8 +38,8 @@ def test_who_asks_something_else_is_named_and_everybody_hears_it():
     calls.put(1, "main", 4, GATHER, "rows", 1)
     (reply,) = calls.put(0, "main", 4, BARRIER, "the epoch's end", None)
     sentence = (
-        "worker 1 is at gather 'rows' where worker 0 is at barrier \"the epoch's end\" (call 5 on channel 'main'): all workers "
-        "must make the same calls in the same order."
+        "worker 1 is at gather 'rows' where worker 0 is at barrier \"the epoch's end\" (call 5 on channel 'main'). Fix: make "
+        "the same calls, such as fit and evaluate, in the same order on all workers."
     )
     assert reply == CollectiveReply((0, 1), "main", [], sentence)
     assert calls.put(2, "main", 4, GATHER, "rows", 1) == [CollectiveReply((2,), "main", [], sentence)]
@@ -49,8 +49,8 @@ def test_who_has_left_is_named_to_those_that_wait_and_that_come_later():
     calls = PendingCollectives(3)
     calls.put(0, "main", 0, GATHER, "rows", 1)
     sentence = (
-        "worker 2 of 3 finished before gather 'rows', where others wait: all workers must make the same calls, such as fit "
-        "and evaluate, in the same order."
+        "worker 2 of 3 finished before gather 'rows', where others wait. Fix: make the same calls, such as fit and "
+        "evaluate, in the same order on all workers."
     )
     assert calls.leave(2, "worker 2 of 3") == [CollectiveReply((0,), "main", [], sentence)]
     assert calls.put(1, "main", 0, GATHER, "rows", 1) == [CollectiveReply((1,), "main", [], sentence)]

@@ -32,6 +32,7 @@ MAIN = "main"
 _POLL_SECONDS = 0.2
 _CONFIRMATION_SECONDS = 2.0  # For the chief to confirm an end or a failure.
 _MAX_SUMMARY = 4000  # characters
+_SAME_PROGRAM = "Fix: run the same program with the same options, arguments, seeds and callbacks on all workers."
 
 
 class ControlClient:
@@ -140,10 +141,10 @@ class ControlClient:
         """
         return self._collective(GATHER, topic, value, channel, timeout_seconds)
 
-    def agree(self, topic: str, value: Any, *, fix: str = "", channel: str = MAIN) -> None:
+    def agree(self, topic: str, value: Any, *, fix: str = _SAME_PROGRAM, channel: str = MAIN) -> None:
         """Check that all workers have an equal value; else the same ClusterError on all names who differs and in what.
 
-        Arguments and errors are those of :meth:`gather`; ``fix`` is a sentence that follows.
+        Arguments and errors are those of :meth:`gather`; ``fix`` are sentences that follow.
         """
         own = as_json(value)
         found = find_disagreement(self.gather(topic, digest(own), channel=channel))
@@ -151,7 +152,7 @@ class ControlClient:
             shown = own if self.group.index in found.pair else None
             values = self.gather(topic, shown, channel=channel)
             sentence = found.sentence(topic, values, [str(peer) for peer in self.peers])
-            raise ClusterError(f"{sentence} {fix}".strip())
+            raise ClusterError(f"{sentence} {fix}")
 
     def broadcast(self, topic: str, value: Any = None) -> Any:
         """Return the chief's value; those of the other workers are ignored. Arguments and errors are those of :meth:`gather`."""
@@ -289,7 +290,7 @@ class ControlClient:
         self._loop.call(lambda: self._connection.send(frame))
 
     def _chief_has_left(self) -> str:
-        return f"{self.peers[0]}, the chief, has left before, and no calls can be forwarded."
+        return f"{self.peers[0]}, the chief, has left before, and no calls can be forwarded. Fix: make the same calls on all workers."
 
     def _is_own_process(self) -> bool:
         return os.getpid() == self._process  # False in a forked child, which must not send anything for its parent.

@@ -31,6 +31,7 @@ from lockstep.distributed.control.transport import MAX_BYTES, EventLoop, FramedS
 
 GATHER, BROADCAST, BARRIER = "gather", "broadcast", "barrier"
 _REACHABLE = f"give lockstep run --coordinator host:port, or else set {COORDINATOR}=host:port on each worker"
+_FIX = "Fix: make the same calls, such as fit and evaluate, in the same order on all workers."
 _ENDING = JoinRejection("the job of this chief has failed and ends", again=True)  # Its successor may admit the worker.
 
 
@@ -82,7 +83,7 @@ class PendingCollectives:
         if (operation, topic) != pending.call and pending.error is None:
             pending.error = (
                 f"worker {pending.first} is at {_named(*pending.call)} where worker {worker} is at {_named(operation, topic)} "
-                f"(call {number + 1} on channel {channel!r}): all workers must make the same calls in the same order."
+                f"(call {number + 1} on channel {channel!r}). {_FIX}"
             )
         if len(pending.values) == self._workers:
             del self._calls[channel, number]
@@ -116,10 +117,7 @@ class PendingCollectives:
         for pending in calls:
             gone = [name for worker, name in self._left.items() if worker not in pending.values]
             if gone and pending.error is None:
-                pending.error = (
-                    f"{listed(gone)} finished before {_named(*pending.call)}, where others wait: all workers must make the same "
-                    "calls, such as fit and evaluate, in the same order."
-                )
+                pending.error = f"{listed(gone)} finished before {_named(*pending.call)}, where others wait. {_FIX}"
             if pending.error is not None or len(pending.values) == self._workers:
                 values = [] if pending.error else _values_of(pending)
                 replies.append(CollectiveReply(tuple(sorted(pending.waiting)), pending.channel, values, pending.error))
