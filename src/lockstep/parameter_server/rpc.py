@@ -209,7 +209,8 @@ def connect_rpc(
             return RpcClient(f"{name} at {address}", _connect_once(address, me, secret, left), timeout_seconds)
         except (HandshakeError, ProtocolError) as error:
             raise ClusterError(
-                f"{name} at {address} is not a server of this job: {error}. Fix: give all processes the same cluster and secret."
+                f"{name} at {address} is not a server of this job: {error}. Fix: start the same script on all processes, with the same cluster, "
+                "secret and versions; each must make the same models in the same order, as Keras numbers layers without a name."
             ) from None
         except RetryableConnectError as error:
             raise_failure()

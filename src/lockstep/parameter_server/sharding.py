@@ -84,8 +84,8 @@ class ShardingPlan:
 
     def identity_of(self, server: int) -> dict[str, int | str]:
         """Return what a worker and a server must have in common: a digest of the plan, and the number of the server."""
-        described = repr((self.variables, self.shards)).encode()
-        return {"number": server, "of": self.servers, "variables": hashlib.sha256(described).hexdigest()[:16]}
+        digest = hashlib.sha256(repr((self.variables, self.shards)).encode()).hexdigest()[:16]
+        return {"number": server, "of": self.servers, "digest of names and shapes of variables": digest}
 
     def split(self, values: Mapping[str, np.ndarray]) -> list[dict[str, np.ndarray]]:
         """Return for each server the values of its shards, by name."""
