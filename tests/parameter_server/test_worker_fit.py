@@ -69,9 +69,9 @@ def test_workers_learn_of_the_hooks_of_many_epochs():
 
 
 def chief_of(served, values):
-    """A chief that has these non-trainable values."""
+    """A chief that has these non-trainable values, and has resumed after 50 steps."""
     chief = ChiefFit(net(), Mock(), served.dispatcher, 1, None, None, None)
-    chief._state_sync = SimpleNamespace(totals=SimpleNamespace(non_trainable=values))
+    chief._state_sync = SimpleNamespace(totals=SimpleNamespace(non_trainable=values), steps_before=50)
     return chief
 
 
@@ -252,7 +252,7 @@ def test_the_evaluator_evaluates_each_epoch_of_a_training_that_begins_later():
         chief.publish_epoch(5)
         steps = {1: lambda: chief.publish_epoch(6), 2: lambda: served.dispatcher.close({"epoch": [5, 6]})}
         lines = evaluated_lines(served, lambda number: steps[number]())
-    assert [line.partition(" and ")[0] for line in lines] == [f"evaluator, after epoch {n}" for n in (6, 7)]
+    assert [line.partition(":")[0] for line in lines] == [f"evaluator, after epoch {n} and 56 updates" for n in (6, 7)]
 
 
 def test_the_evaluator_skips_epochs_that_have_ended_and_the_chief_keeps_the_values_of_the_newest():
@@ -274,7 +274,7 @@ def test_an_epoch_that_ends_before_a_step_of_this_run_has_the_values_of_the_mode
     model.compile("sgd", "mse")
     with ServedDispatcher() as served:
         chief = ChiefFit(model, Mock(), served.dispatcher, 1, None, None, None)
-        chief._state_sync = SimpleNamespace(totals=SimpleNamespace(non_trainable=[]))
+        chief._state_sync = SimpleNamespace(totals=SimpleNamespace(non_trainable=[]), steps_before=0)
         chief.publish_epoch(5)
         (kept,) = (arrays for _, arrays in served.dispatcher._published.values() if arrays)
     (seed,) = model.non_trainable_variables

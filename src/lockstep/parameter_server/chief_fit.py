@@ -175,7 +175,8 @@ class ChiefFit:
         newest = self._state_sync.totals.non_trainable or [x.value for x in variables_of(self._model)[1]]
         values = {str(number): np.asarray(value) for number, value in enumerate(newest)}
         number, self._epochs_published = self._epochs_published, self._epochs_published + 1
-        self._dispatcher.publish(NEWEST_EPOCH, {"number": number, "epoch": epoch}, values)
+        newest_epoch = {"number": number, "epoch": epoch, "steps_before": self._state_sync.steps_before}
+        self._dispatcher.publish(NEWEST_EPOCH, newest_epoch, values)
         self._dispatcher.publish(epoch_key(number), {})
 
     def counters(self) -> UpdateCounters:

@@ -38,7 +38,8 @@ def run_evaluator(
             if validation_data is not None:
                 values = client.pull(will_push=False)
                 trainable, others = [values[name] for name in names_of(model)], _numbered(non_trainable, "")
-                when = f"{newest['epoch'] + 1} and {max(client.versions)} updates"
+                updates = newest["steps_before"] + max(client.versions)
+                when = f"{newest['epoch'] + 1} and {updates} updates"
                 _evaluate(model, validation_data, trainable, others, when, log)
                 evaluated = newest["epoch"] + 1
     except CallEnded as ended:
