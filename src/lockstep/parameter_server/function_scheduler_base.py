@@ -140,7 +140,7 @@ class SchedulerBase(ABC):
 
     @abstractmethod
     def evaluate(self, data: KerasInput, proceed: Callable[[], Any]) -> Any:
-        """Return the result of the chief's evaluation on ``data``, which is Keras's."""
+        """Return the result of the chief's evaluation on ``data``, which is Keras's, after all scheduled functions are done."""
 
     def newest_values(self, model: keras.Model) -> AbstractContextManager[None]:
         """Return a context in which a model has the servers' newest values, if a scheduled function evaluates it or predicts with it."""

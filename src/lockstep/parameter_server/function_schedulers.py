@@ -149,6 +149,7 @@ class ChiefScheduler(SchedulerBase):
         return found
 
     def evaluate(self, data: KerasInput, proceed: Callable[[], Any]) -> Any:
+        self._sync_variables()
         data.track_state(None)  # Else it does not keep its hooks.
         try:
             found = proceed()
