@@ -147,7 +147,10 @@ finally:
         try:
             model.export("exported")
         finally:
-            model.save("model.keras")
+            try:
+                keras.saving.save_model(model, "copy.keras")
+            finally:
+                model.save("model.keras")
 """
 
 

@@ -57,6 +57,7 @@ def owners(patch, model):
         "layer": model.layers[2],
         "layer of class BatchNormalization": model.layers[2],
         "module of the backend's devices": trainer.backend_devices,
+        "module keras.saving, and keras.models": keras.saving,
         "optimizer": model.optimizer,
     }
     return [kinds[patch.target]] * len(patch.attributes)
@@ -66,7 +67,16 @@ def snapshot(model):
     """All attributes of Keras's classes, and of a model, its layers and its optimizer."""
     kinds = keras.Model, keras.layers.BatchNormalization, keras.Variable, type(model.optimizer)
     classes = {cls for kind in kinds for cls in kind.__mro__} - {object}
-    objects = [*classes, model, *model.layers, model.optimizer, trainer.backend_devices, CHECKPOINT]
+    objects = [
+        *classes,
+        model,
+        *model.layers,
+        model.optimizer,
+        trainer.backend_devices,
+        CHECKPOINT,
+        keras.models,
+        keras.saving,
+    ]
     return {id(one): dict(vars(one)) for one in objects}
 
 
@@ -87,7 +97,7 @@ def in_use(model):
     yield placeholders.placeholder_variables()
     yield trainer.intercept_fit(lambda model, fit, args, kwargs: None)
     yield trainer.observe_calls(patches.OBSERVE_COMPILE, lambda model: None)
-    yield trainer.observe_calls(patches.END_SAVES, lambda model: None)
+    yield trainer.observe_saves(lambda model: None)
     yield trainer.redirect_super(model, "fit", lambda: None)
     yield trainer.redirect_super(model, "predict", lambda: None)
     yield trainer.refresh_before_sync(model, lambda: None)

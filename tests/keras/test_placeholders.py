@@ -88,11 +88,14 @@ def test_variables_that_were_there_before_keep_their_values_and_can_be_trained()
     assert not takes_memory(new.large.kernel)
 
 
-def test_zeros_are_not_saved(tmp_path):
+@pytest.mark.parametrize(
+    ("owner", "name"), [(keras.Model, "save_weights"), (keras.saving, "save_weights"), (keras.models, "save_model")]
+)
+def test_zeros_are_not_saved(tmp_path, owner, name):
     with placeholder_variables():
         large, small = built(), keras.Sequential([keras.Input((2,)), keras.layers.Dense(3)])
         with pytest.raises(ModelError, match=r"'late.*' is saved before its first fit.* would have zeros\. Fix: "):
-            large.save_weights(tmp_path / "large.weights.h5")
+            getattr(owner, name)(large, tmp_path / "large.weights.h5")
         small.save(tmp_path / "small.keras")
     assert [file.name for file in tmp_path.iterdir()] == ["small.keras"]
 

@@ -154,7 +154,15 @@ END_SAVES = Patch(
     lifetime="while a user's script runs up to its call of fit, or a plan calls a function that makes a model",
     reason="a script whose fit was not run must not write its untrained model over a trained one on its way out, nor a plan zeros",
     public_api="a hook around writing a file",
-    used_by=("_keras/placeholders.py", "tools/script_runner.py"),
+    used_by=("_keras/trainer.py",),
+)
+END_SAVE_FUNCTIONS = Patch(
+    target="module keras.saving, and keras.models",
+    attributes=("save_model", "save_weights"),
+    lifetime="while a user's script runs up to its call of fit, or a plan calls a function that makes a model",
+    reason="they write the file of a model without its methods",
+    public_api="a hook around writing a file",
+    used_by=("_keras/trainer.py",),
 )
 STATE_SYNC = Patch(
     target="model",

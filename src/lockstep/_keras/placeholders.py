@@ -16,8 +16,8 @@ import keras
 import numpy as np
 
 from lockstep._errors import ModelError
-from lockstep._keras.patches import END_SAVES, PLACEHOLDERS, patched
-from lockstep._keras.trainer import observe_calls
+from lockstep._keras.patches import PLACEHOLDERS, patched
+from lockstep._keras.trainer import observe_saves
 
 _LARGE = 1 << 20  # bytes of the smallest value without memory; random seeds, rates and biases keep theirs
 
@@ -79,7 +79,7 @@ def placeholder_variables() -> Iterator[None]:
     replaced = zip(PLACEHOLDERS.attributes, (initialize_with_zeros, initialize_by_value, assign_zeros), strict=True)
     with (
         patched(PLACEHOLDERS, [(owner, name, method) for name, method in replaced]),
-        observe_calls(END_SAVES, _refuse_to_save_zeros),
+        observe_saves(_refuse_to_save_zeros),
     ):
         yield
 

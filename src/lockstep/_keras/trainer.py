@@ -13,7 +13,7 @@ import contextlib
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -34,6 +34,8 @@ from keras.src.utils.rng_utils import get_random_seed as get_random_seed
 from lockstep._errors import BackendError, ModelError, OptionError, shown, summary_of
 from lockstep._keras.patches import (
     CLAIM_MODELS,
+    END_SAVE_FUNCTIONS,
+    END_SAVES,
     INTERCEPT_FIT,
     LOCAL_DEVICES,
     MODEL_CALLS,
@@ -493,9 +495,23 @@ def intercept_fit(interceptor: FitInterceptor) -> Iterator[None]:
         _interceptors.remove(interceptor)
 
 
+@contextlib.contextmanager
+def observe_saves(observe: Callable[[keras.Model], None]) -> Iterator[None]:
+    """Call ``observe`` with each model that is about to be saved or exported while this is open; what it raises prevents that."""
+    names = END_SAVE_FUNCTIONS.attributes
+    functions = [(module, name) for module in (keras.models, keras.saving) for name in names if hasattr(module, name)]
+    with observe_calls(END_SAVES, observe), _observe(END_SAVE_FUNCTIONS, functions, observe):
+        yield
+
+
 def observe_calls(patch: Patch, observe: Callable[[keras.Model], None]) -> contextlib.AbstractContextManager[None]:
     """Call ``observe`` with the model before each call of the methods of a patch while this is open; what it raises ends the call."""
+    return _observe(patch, [(_owner_of(name), name) for name in patch.attributes], observe)
 
+
+def _observe(
+    patch: Patch, attributes: Iterable[tuple[Any, str]], observe: Callable[[keras.Model], None]
+) -> contextlib.AbstractContextManager[None]:
     def observing(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def method(model: keras.Model, *args: Any, **kwargs: Any) -> Any:
@@ -504,8 +520,7 @@ def observe_calls(patch: Patch, observe: Callable[[keras.Model], None]) -> conte
 
         return method
 
-    owners = [(_owner_of(name), name) for name in patch.attributes]
-    return patched(patch, [(owner, name, observing(vars(owner)[name])) for owner, name in owners])
+    return patched(patch, [(owner, name, observing(vars(owner)[name])) for owner, name in attributes])
 
 
 def interceptable(model: keras.Model, fit: Fit) -> Fit:

@@ -27,8 +27,7 @@ import jax
 import keras
 
 from lockstep._errors import OptionError, shown, signal_name
-from lockstep._keras.patches import END_SAVES
-from lockstep._keras.trainer import intercept_fit, observe_calls
+from lockstep._keras.trainer import intercept_fit, observe_saves
 from lockstep.doctor.base import calling_location
 from lockstep.launch.reaper import die_with_parent
 
@@ -92,8 +91,7 @@ def run_until_fit(
     """
     check_exists(path)
     interceptor, exit_code = _Interceptor(path, on_fit, finish), None
-    saves = observe_calls(END_SAVES, interceptor.end_save)
-    with _as_main(path, arguments), intercept_fit(interceptor), saves:
+    with _as_main(path, arguments), intercept_fit(interceptor), observe_saves(interceptor.end_save):
         try:
             runpy.run_path(path, run_name="__main__")
         except BaseException as error:  # If a script has caught its end, any other exception may follow.
