@@ -105,7 +105,17 @@ def test_scripts_can_use_a_placeholder_as_an_array_of_jax():
         kernel = built().large.kernel
         kernel.assign(kernel.value.at[0, 0].set(1.0))
         updated = keras.ops.scatter_update(kernel, [[0, 0]], [1.0])
+        value = before = kernel.value
+        value += 1
+        value -= 2
+        value *= 2
+        value /= 2
+        value **= 2
+        value @= np.eye(1024, dtype="float32")
+        kernel.assign(value)
     assert not takes_memory(kernel)
     assert updated[0, 0] == 1
+    assert value.all()
+    assert not before.any()
     assert kernel.value.block_until_ready() is kernel.value
     assert kernel.value.sharding.device_set == kernel.value.devices() == jax.numpy.zeros(()).devices()

@@ -20,10 +20,19 @@ from lockstep._keras.patches import PLACEHOLDERS, patched
 from lockstep._keras.trainer import observe_saves
 
 _LARGE = 1 << 20  # bytes of the smallest value without memory; random seeds, rates and biases keep theirs
+_ARRAY: Any = np.ndarray
 
 
 class _Zeros(np.ndarray[Any, Any]):
     """Zeros that take no memory, with what scripts read of an array of JAX."""
+
+    # ``value += 1`` makes a new array, too.
+    __iadd__ = _ARRAY.__add__
+    __isub__ = _ARRAY.__sub__
+    __imul__ = _ARRAY.__mul__
+    __itruediv__ = _ARRAY.__truediv__
+    __ipow__ = _ARRAY.__pow__
+    __imatmul__ = _ARRAY.__matmul__
 
     @property
     def at(self) -> Any:
