@@ -587,6 +587,21 @@ def test_what_a_loop_can_never_store_is_refused_before_it_begins(tmp_path):
                 checkpoint.save(step, {"w": np.ones(2)})
 
 
+def test_a_loop_that_counts_the_steps_of_each_epoch_is_refused_also_if_it_has_resumed(tmp_path):
+    strategy, state = lockstep.MirroredStrategy(["cpu:0"]), np.ones(2)
+    with strategy.checkpoint(tmp_path, save_freq=1) as checkpoint:
+        checkpoint.save(3, state)
+        with pytest.raises(
+            lockstep.OptionError, match=r"step: expected at least 3, .* got 1; .* Fix: count the steps of all epochs"
+        ):
+            checkpoint.save(1, state)
+        checkpoint.save(3, state)
+    with strategy.checkpoint(tmp_path, save_freq=1) as checkpoint:
+        checkpoint.restore(state)
+        with pytest.raises(lockstep.OptionError, match="expected at least 3"):
+            checkpoint.save(2, state)
+
+
 def test_a_loop_that_has_another_number_of_replicas_says_so(tmp_path, caplog):
     caplog.set_level("INFO", "lockstep")
     for replicas in (2, 2, 3):

@@ -117,9 +117,15 @@ class Checkpoint:
 
         Raises:
             SystemExit: with code 75, after a preemption.
-            OptionError: ``step`` is no whole number of at least 0, or the state that is saved holds something that cannot be stored.
+            OptionError: ``step`` is no whole number of at least 0, or less than before, or the state that is saved holds something that
+                cannot be stored.
         """
-        before, self._step = self._step, whole_number("step", step, minimum=0)
+        before, self._step = self._step, max(self._step, whole_number("step", step, minimum=0))
+        if step < before:
+            raise OptionError(
+                f"checkpoint: save: step: expected at least {before}, the step of the save or restore before, got {step}; a loop resumes "
+                "from the checkpoint with the largest step. Fix: count the steps of all epochs, from the one that restore returns."
+            )
         is_last = self._preemption.end_step()
         if is_last or self._preemption.is_save_due or self._frequency.is_due_by_steps(before, step):
             self._write(step, state)
