@@ -60,6 +60,7 @@ _COMPUTING = (
     "optimizers",
 )
 _BACKEND = 'KERAS_BACKEND: write "jax"'
+_NUMPY = "numpy: an array of JAX has no such method; write keras.ops.convert_to_numpy(…)"
 _RATE = "optimizer.lr: if this is an optimizer of Keras, write learning_rate"
 _RATE_OF_LOGS = "lr: the logs and the history of Keras 3 call it learning_rate"
 _LOGS = ("history", "logs")
@@ -91,6 +92,8 @@ def find_incompatibilities(source: SourceText, bindings: ImportBindings) -> Left
     for call in source.nodes(ast.Call):
         yield from _arguments(call, full_name(bindings, call))
         yield from _file_names(source, bindings, call)
+        if method_of(call) == "numpy" and _is_of_jax(source, bindings, call.func.value):  # type: ignore[attr-defined]  # A method has an owner.
+            yield call, _NUMPY
     yield from _names_of_rates(source)
     yield from _seeds(source, bindings)
     yield from _doubles(source, bindings)
@@ -113,6 +116,20 @@ def _arguments(call: ast.Call, name: str) -> Left:
     for argument in ("extract", "untar"):
         if argument in given and not is_constant(given[argument], False):
             yield call, f"get_file({argument}=…): {_EXTRACTED}"
+
+
+def _is_of_jax(source: SourceText, bindings: ImportBindings, value: ast.expr, follows: bool = True) -> bool:
+    """Return whether a value is the result of a metric or of a strategy's method, also by a name or a function."""
+    made = assigned(source, value) or value
+    if not isinstance(made, ast.Call) or full_name(bindings, made):
+        return False
+    if isinstance(made.func, ast.Name) and follows:
+        called = [one for one in source.nodes(ast.FunctionDef) if one.name == made.func.id]
+        returned = [node.value for one in called for node in ast.walk(one) if isinstance(node, ast.Return)]
+        return any(_is_of_jax(source, bindings, one, follows=False) for one in returned if one is not None)
+    given = [ast.unparse(one).strip("'\"").rpartition(".")[2].upper() for one in values_of(made)]
+    is_reduction = method_of(made) == "reduce" and ("SUM" in given or "MEAN" in given)  # Datasets have reduce, too.
+    return is_reduction or method_of(made) in ("gather", "result", "run")
 
 
 def _names_of_rates(source: SourceText) -> Left:
