@@ -181,6 +181,12 @@ def test_the_report_ends_with_the_failure_of_another_worker_that_is_written_belo
     assert dataclasses.replace(failure, last_lines="step 4\n").report.endswith("connection closed\n")
 
 
+@pytest.mark.parametrize("printed", ["", "\n", " \n\n"])
+def test_the_report_of_a_worker_that_printed_no_text_says_so(printed):
+    report = ProcessFailure(ProcessName("worker", 0), 5, 1.0, None, printed).report
+    assert report == "worker 0 ended with exit code 5. It printed nothing.\n"
+
+
 def test_the_root_cause_several_failures_is_no_consequence():
     def failure(rank, code, when, record=None):
         return ProcessFailure(ProcessName("worker", rank), code, when, record, "")

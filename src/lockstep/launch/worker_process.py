@@ -126,7 +126,7 @@ class ProcessFailure:
             last = self.last_lines.rstrip("\n").rpartition("\n")[2]
             cause = f"{last}\n" if last.startswith("lockstep: ") and last not in self.record.text else ""
             return f"{self.headline}. Its traceback:\n\n{self.record.text}{cause}"
-        if self.last_lines:
+        if self.last_lines.strip():
             return f"{self.headline}. Its last lines:\n\n{self.last_lines}"
         return f"{self.headline}. It printed nothing.\n"
 
