@@ -211,6 +211,7 @@ def test_task_0_must_be_on_the_first_node():
         ("SLURM_STEP_TASKS_PER_NODE", "2,1", "SLURM_STEP_NODELIST has 3 nodes: expected the same numbers"),
         ("SLURM_STEP_TASKS_PER_NODE", "1x3", r"number of tasks on each node: expected numbers such as '2\(x3\),1'"),
         ("SLURM_STEP_NODELIST", "n[1-3", r"the nodes of the step: expected a node list .*, got 'n\[1-3'"),
+        ("SLURM_STEP_NODELIST", "", "^Slurm: SLURM_STEP_NODELIST, the nodes of the step, is ''"),
         ("SLURM_NODEID", "3", "SLURM_NODEID, .* from 0 to 2, got '3'"),
         ("SLURM_LOCALID", "1", "SLURM_LOCALID, .* from 0 to 0, got '1'"),
     ],

@@ -122,8 +122,9 @@ def _task_of_step(variables: EnvReader) -> WorkerGroup:
 def _expanded(
     variables: EnvReader, name: str, meaning: str, expand: Callable[[str], tuple[Value, ...]]
 ) -> tuple[Value, ...]:
+    text = variables.text(name, meaning)
     try:
-        return expand(variables.text(name, meaning))
+        return expand(text)
     except ClusterError as error:
         raise ClusterError(f"{variables.source}: {name}, {meaning}: {error}") from None
 
