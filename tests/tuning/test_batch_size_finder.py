@@ -207,8 +207,13 @@ def test_the_control_groups_of_a_container_limit_the_memory(tmp_path):
 @pytest.mark.parametrize(
     ("given", "options", "error", "message"),
     [
-        ({"batch_sizes": [8, 45]}, {}, lockstep.OptionError, "of at most 44 rows, the rows of x, got .8, 45."),
-        ({"batch_sizes": []}, {}, lockstep.OptionError, "expected at least one size"),
+        (
+            {"batch_sizes": [8, 45]},
+            {},
+            lockstep.OptionError,
+            "sizes, each of at most 44 rows, the rows of x, got .8, 45.",
+        ),
+        ({"batch_sizes": []}, {}, lockstep.OptionError, "expected one or more sizes"),
         ({"steps": 0}, {}, lockstep.OptionError, "batch_size_finder: steps: expected a whole number"),
         ({"memory_limit": 0}, {}, lockstep.OptionError, "memory_limit: expected a whole number"),
         (

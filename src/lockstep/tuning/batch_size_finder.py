@@ -363,7 +363,7 @@ def _check_sizes(batch_sizes: Sequence[int], rows: int) -> list[int]:
     sizes = sorted({whole_number(name, size) for size in sequence_of(name, batch_sizes, "numbers such as (32, 64)")})
     if not sizes or sizes[-1] > rows:
         raise OptionError(
-            f"batch_size_finder: batch_sizes: expected at least one size of at most {rows:,} rows, the rows of x, got {shown(list(batch_sizes))}. Fix: "
+            f"batch_size_finder: batch_sizes: expected one or more sizes, each of at most {rows:,} rows, the rows of x, got {shown(list(batch_sizes))}. Fix: "
             "leave out larger ones, or pass more rows."
         )
     return sizes
