@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import random
 import re
 import shutil
 import warnings
@@ -816,6 +817,27 @@ def test_variables_that_a_model_gets_later_are_laid_out_before_its_next_step():
     axes = {row.path: row.axes for row in strategy.layout(model).variables}
     assert axes["up/lora_kernel_b"] == axes["up/kernel"] == (None, "model")
     assert not np.array_equal(np.asarray(model.get_layer("up").lora_kernel_b), before)
+
+
+@pytest.mark.slow
+def test_choosing_a_layout_draws_no_numbers_and_changes_no_attributes():
+    class Noisy(layers.Layer):
+        def __init__(self):
+            super().__init__()
+            self.calls, self.last = 0, None
+
+        def call(self, x):
+            self.calls, self.last = self.calls + 1, jnp.mean(x)
+            return x * random.random() * np.random.random()
+
+    strategy = lockstep.ModelParallelStrategy({"data": 2, "model": 2}, devices=CPUS)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((3,)), Noisy(), layers.Dense(4)])
+        model.compile("sgd", "mse")
+    noisy = model.layers[0]
+    before = noisy.calls, noisy.last, random.getstate(), np.random.get_state()[2]
+    strategy.layout(model)
+    assert (noisy.calls, noisy.last, random.getstate(), np.random.get_state()[2]) == before
 
 
 @pytest.mark.slow

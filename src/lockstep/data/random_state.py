@@ -1,6 +1,7 @@
 """States of the global random generators, and of the orders in which tf.data and torch shuffle, as values of JSON."""
 
 import base64
+import contextlib
 import itertools
 import random
 import sys
@@ -50,6 +51,16 @@ def capture_random_state() -> dict[str, Any]:
 def restore_random_state(state: dict[str, Any]) -> None:
     """Set the state that :func:`capture_random_state` returned; torch's only if it is loaded."""
     _set_random_state(state, random, np.random, sys.modules.get("torch"))
+
+
+@contextlib.contextmanager
+def random_state_kept() -> Iterator[None]:
+    """Undo what the code inside changes in the global generators."""
+    state = capture_random_state()
+    try:
+        yield
+    finally:
+        restore_random_state(state)
 
 
 def without_repetitions(states: Iterable[Any]) -> list[Any]:

@@ -25,7 +25,7 @@ from lockstep._keras.patches import LAYER_CALL, LOSS, REMATERIALIZED_CALL, STATE
 from lockstep._keras.trainer import variables_of
 from lockstep._logging import capitalized, counted, listed
 from lockstep._padded_array import without_padding
-from lockstep.data.random_state import capture_random_state, restore_random_state
+from lockstep.data.random_state import random_state_kept
 from lockstep.devices.batch_layout import BatchLayout
 from lockstep.devices.names import device_name
 from lockstep.devices.placement import PlacedRows, Placement, count_rows, is_rows, laid_out
@@ -430,13 +430,9 @@ def rerun(functions: StepFunctions, state: Any, batch: Any) -> LayerTrace:
     device = placement.first_local_device
     record = LayerTrace(model, lambda replica: _own_rows(layout, replica), list(range(len(layout.busy_replicas))))
     executor = _ReplayExecutor(device, record, functions.executor.global_batch_note)
-    random = capture_random_state()
-    try:
-        with jax.default_device(device), record.recording():
-            own = without_padding(_on_one_device(state, placement))
-            logs, _ = functions.build_step(executor, "train")(own, batch)
-    finally:
-        restore_random_state(random)
+    with jax.default_device(device), record.recording(), random_state_kept():
+        own = without_padding(_on_one_device(state, placement))
+        logs, _ = functions.build_step(executor, "train")(own, batch)
     record.loss = record.loss or next(filter(None, map(kind_of, loss_logs(logs).values())), None)
     return record
 

@@ -28,7 +28,9 @@ from lockstep._keras.graph import (
     optimizer_variables,
     training_argument,
 )
+from lockstep._keras.layer_attributes import attributes_kept
 from lockstep._keras.variable_placement import has_layout
+from lockstep.data.random_state import random_state_kept
 from lockstep.devices.host_memory import size_text
 from lockstep.devices.names import platform_of
 from lockstep.devices.placement import DEVICE_AXIS, MeshPlacement, is_large
@@ -444,7 +446,7 @@ class ModelShardings:
         return tuple(model_axis if axis == choice.axis else None for axis in range(len(whole)))
 
     def _choose(self, x: Any) -> dict[int, AxisChoice]:
-        """Trace the forward pass and return how each variable is sharded along the second axis of the mesh."""
+        """Trace the forward pass, without effects, and return how each variable is sharded along the second axis of the mesh."""
         model = self._model
         _, num_shards = self._options.axes.sizes.values()
         variables = [*model.trainable_variables, *model.non_trainable_variables]
@@ -456,7 +458,7 @@ class ModelShardings:
 
         inputs = inputs_of_model(model) or inputs_of_batch(x)
         try:
-            with clear_synchronized(model):
+            with clear_synchronized(model), attributes_kept(model), random_state_kept():
                 program = inputs.trace(forward, shapes)
         except Exception as error:  # of the model, of any type
             self._log(
