@@ -4,6 +4,7 @@ import contextlib
 import functools
 import hashlib
 import os
+import random
 
 import jax
 import keras
@@ -617,6 +618,29 @@ def test_self_check_gives_one_digest_for_any_devices_and_changes_nothing():
     for variable, value in zip(model.variables, weights, strict=True):
         np.testing.assert_array_equal(np.asarray(variable.value), value)
     assert int(model.optimizer.iterations) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"deterministic": True}, {"shard": "variables"}])
+def test_self_check_repeats_what_a_call_draws_from_global_generators_and_counts(options):
+    class Noisy(layers.Layer):
+        def __init__(self):
+            super().__init__()
+            self.calls = 0
+
+        def call(self, x):
+            self.calls += 1
+            return x * random.random() * np.random.random() * self.calls
+
+    strategy = lockstep.MirroredStrategy(["cpu:0", "cpu:1"], **options)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((3,)), Noisy(), layers.Dense(1)])
+        model.compile("sgd", "mse")
+    x, y = np.ones((4, 3), "float32"), np.ones((4, 1), "float32")
+    model.train_on_batch(x, y)
+    before = model.layers[0].calls, random.getstate(), np.random.get_state()[2]
+    assert len(strategy.self_check(model, x, y)) == 64
+    assert (model.layers[0].calls, random.getstate(), np.random.get_state()[2]) == before
 
 
 def test_self_check_names_what_differs():

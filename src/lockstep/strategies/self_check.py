@@ -15,10 +15,12 @@ from keras import initializers, layers
 from lockstep._errors import DeterminismError, ModelError, shown
 from lockstep._keras import trainer
 from lockstep._keras.graph import layers_of
+from lockstep._keras.layer_attributes import attributes_kept
 from lockstep._padded_array import padded_shape, without_padding
 from lockstep.custom_loops.strategy_api import StrategyApi
 from lockstep.data.fit_wrapper import FitWrapper, check_call
 from lockstep.data.process_group import ProcessGroup
+from lockstep.data.random_state import random_state_kept
 from lockstep.data.resumable_iterator import digest_of_batch
 from lockstep.data.sources import check_data
 from lockstep.devices.names import device_name, listed_devices
@@ -205,7 +207,8 @@ def _compare_gradients(strategy: Diagnostics, model: keras.Model, batch: Any) ->
         shardings, is_even = _even_shardings(executor, whole)
         programs = GradientPrograms(step, model, placement, donated=False, is_replicated=not is_even)
         own = placement.put(whole, shardings)
-        gradients, logs, _ = programs.program_for(own, placed)(own, placed)
+        with attributes_kept(model), random_state_kept():
+            gradients, logs, _ = programs.program_for(own, placed)(own, placed)
         named = zip(model.trainable_variables, gradients, strict=True)
         found = {f"gradient of {variable.path!r}": gather_on_host(gradient) for variable, gradient in named}
         outcomes.append(found | {name: gather_on_host(value) for name, value in _named_logs(logs).items()})
@@ -238,7 +241,8 @@ def _compare_steps(model: keras.Model, batch: Any, variants: Sequence[tuple[Plac
     for placement, executor in variants:
         step = StepFunctions(model, placement, executor, lambda _: None).make("train")
         own = local_values(state) if placement.is_local else state
-        logs, new = step(jax.tree.map(jax.numpy.copy, own), iter([batch]))
+        with attributes_kept(model), random_state_kept():
+            logs, new = step(jax.tree.map(jax.numpy.copy, own), iter([batch]))
         outcomes.append(_named(model, logs, new))
     for (placement, _), outcome in zip(variants[1:], outcomes[1:], strict=True):
         _compare(outcomes[0], outcome, [device_name(device) for device in placement.devices])
