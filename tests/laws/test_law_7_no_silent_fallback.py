@@ -169,9 +169,17 @@ def test_a_batch_of_the_wrong_shape_loses_nothing(call, caplog):
     assert_unharmed(model, before)
 
 
-def test_the_lengths_of_a_batch_are_named():
-    with pytest.raises(lockstep.InputError, match=r"one common length .* their shapes are \(6, 4\), \(5, 1\)"):
-        network().train_on_batch(X[:6], Y[:5])
+@pytest.mark.parametrize(
+    ("rows", "says"),
+    [
+        ((6, 5), r"their shapes are \(6, 4\), \(5, 1\)\. Fix: give all arrays the same number of rows"),
+        ((0, 0), r"their shapes are \(0, 4\), \(0, 1\)\. Fix: leave out batches without rows"),
+    ],
+    ids=["unequal", "empty"],
+)
+def test_the_lengths_of_a_batch_are_named(rows, says):
+    with pytest.raises(lockstep.InputError, match=rf"one common length .* {says}"):
+        network().train_on_batch(X[: rows[0]], Y[: rows[1]])
 
 
 @pytest.mark.slow

@@ -362,9 +362,10 @@ def count_rows(batch: Any) -> int:
     shapes = [np.shape(leaf) for leaf in leaves]
     lengths = {shape[0] if shape else None for shape in shapes}
     if len(lengths) != 1 or None in lengths or 0 in lengths:
+        fix = "leave out batches without rows" if lengths == {0} else "give all arrays the same number of rows"
         raise InputError(
             "A batch cannot be split into replicas: its arrays need one common length of at least 1 along the first "
-            f"axis, but their shapes are {_listed(shapes)}. Fix: give all arrays the same number of rows."
+            f"axis, but their shapes are {_listed(shapes)}. Fix: {fix}."
         )
     return int(lengths.pop())  # type: ignore[arg-type]  # None was refused above
 
