@@ -10,7 +10,7 @@ import pytest
 from keras import layers, ops
 
 import lockstep
-from lockstep.devices.placement import placement_on
+from lockstep.devices.placement import Placement, placement_on
 from lockstep.execution import spmd
 from lockstep.execution.compiled_step import CompiledTrainStep, dispatch_lock
 from lockstep.execution.executors import SpmdExecutor
@@ -50,6 +50,25 @@ def test_layers_do_not_know_losses_of_earlier_calls(deterministic, kind):
     assert loss == pytest.approx(1 + 4 + 16)
     assert len(Probe.seen) > 2
     assert set(Probe.seen) == {0}
+
+
+@pytest.mark.parametrize("options", [{}, {"shard": "variables"}])
+def test_train_on_batch_puts_only_what_is_not_on_the_devices(options, monkeypatch):
+    """The metrics, which Keras sets to zero: with many variables, JAX needs longer to find that they are there than the step takes."""
+    with lockstep.MirroredStrategy(["cpu:0", "cpu:1"], **options).scope():
+        model = keras.Sequential([keras.Input((4,)), layers.Dense(2)])
+        model.compile("adam", "mse")
+    puts, original = [], Placement.put
+
+    def put(self, tree, *shardings):
+        puts.append([leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)])
+        return original(self, tree, *shardings)
+
+    monkeypatch.setattr(Placement, "put", put)
+    for _ in range(2):
+        puts.clear()
+        model.train_on_batch(np.ones((4, 4), "float32"), np.ones((4, 2), "float32"))
+    assert sum(map(len, puts)) == len(model.metrics_variables)
 
 
 @pytest.fixture

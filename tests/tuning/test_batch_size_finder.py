@@ -251,6 +251,6 @@ def test_batch_size_finder_refuses_a_keras_distribution():
 def test_batch_size_finder_refuses_parameter_servers():
     model = model_of()
     strategy = object.__new__(lockstep.ParameterServerStrategy)  # One that has met its cluster needs processes.
-    lockstep._keras.trainer.attach_strategy(model, strategy, lambda kind: None)
+    lockstep._keras.trainer.attach_strategy(model, strategy, lambda: None, lambda kind: None)
     with pytest.raises(lockstep.ScopeError, match="under ParameterServerStrategy each worker has separate batches"):
         lockstep.batch_size_finder(model, X, Y)

@@ -267,7 +267,7 @@ def test_scaling_in_plain_keras_needs_global_batch():
 def test_scaling_refuses_parameter_servers():
     model = plain()
     strategy = object.__new__(ParameterServerStrategy)  # One that has met its cluster needs processes.
-    trainer.attach_strategy(model, strategy, lambda kind: None)
+    trainer.attach_strategy(model, strategy, lambda: None, lambda kind: None)
     with pytest.raises(lockstep.ScopeError, match="all workers of a ParameterServerStrategy would have to wait"):
         fit(model, LearningRateScaling(BASE))
 

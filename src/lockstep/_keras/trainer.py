@@ -235,6 +235,7 @@ def _accept_synchronized(original: Callable[..., None], current: Callable[[], Cl
 def attach_strategy(
     model: keras.Model,
     strategy: Any,
+    check: Callable[[], None],
     make: Callable[[str], Callable[..., Any]],
     build_context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
 ) -> None:
@@ -246,6 +247,7 @@ def attach_strategy(
     Args:
         model: a model without a strategy.
         strategy: what :func:`strategy_of` returns for the model from now on.
+        check: is called whenever Keras asks for a function, and may refuse the call.
         make: builds the function of a kind: "train", "test" or "predict".
         build_context: is open while Keras builds the model's variables.
 
@@ -259,7 +261,9 @@ def attach_strategy(
                 f"{maker.__name__} makes its own {name} function, and so does a strategy. Fix: override {name}_step instead of "
                 f"make_{name}_function, or train the model outside of a strategy."
             )
-    makers = [(f"make_{name}_function", functools.partial(_make_function, model, name, make)) for name in FUNCTIONS]
+    makers = [
+        (f"make_{name}_function", functools.partial(_make_function, model, name, check, make)) for name in FUNCTIONS
+    ]
     builder = ("_symbolic_build", functools.partial(_build, model, build_context))
     reader = ("_get_jax_state", functools.partial(_get_state, model))
     install(STEP_FUNCTIONS, [(model, name, value) for name, value in (*makers, builder, reader)])
@@ -286,12 +290,16 @@ def _get_state(model: keras.Model, **wanted: bool) -> Any:
 
 
 def _make_function(
-    model: keras.Model, name: str, make: Callable[[str], Callable[..., Any]], force: bool = False
+    model: keras.Model,
+    name: str,
+    check: Callable[[], None],
+    make: Callable[[str], Callable[..., Any]],
+    force: bool = False,
 ) -> Any:
     attribute = f"{name}_function"
-    function = make(name)  # Also if there is one already: here a strategy refuses a wrong scope.
+    check()
     if getattr(model, attribute) is None or force:
-        setattr(model, attribute, function)
+        setattr(model, attribute, make(name))
     return getattr(model, attribute)
 
 

@@ -339,15 +339,29 @@ def _with_placement(
     def step(state: Any, batch: Any) -> tuple[Any, Any]:
         placed = placement.place_for_step(batch)
         if not isinstance(state, _PlacedState):
-            state = without_aliases(state)
-            places = shardings(state)
-            state = placement.put(padded_state(state, places), places)
+            state = _put_missing(without_aliases(state), shardings(state), placement)
         with start_lock(placement.devices):
             result, new = run(_stored_values(state), placed)
             new = gate(state, new, result) if gate else new
         return result, _PlacedState(part if isinstance(part, ReplicatedValues) else StateValues(part) for part in new)
 
     return step
+
+
+def _put_missing(state: Any, shardings: Any, placement: Placement) -> Any:
+    """Return a state on the devices. Arrays that are there stay: to find that out, JAX takes longer than a small step of ``train_on_batch``."""
+    padded = padded_state(state, shardings)
+    leaves, structure = jax.tree.flatten(padded)
+    places = jax.tree.leaves(jax.tree.broadcast(shardings, padded))
+    is_there = [
+        isinstance(leaf, jax.Array) and leaf.committed and leaf.sharding == place
+        for leaf, place in zip(leaves, places, strict=True)
+    ]
+    missing = [number for number, there in enumerate(is_there) if not there]
+    found = placement.put([leaves[number] for number in missing], [places[number] for number in missing])
+    for number, array in zip(missing, found, strict=True):
+        leaves[number] = array
+    return jax.tree.unflatten(structure, leaves)
 
 
 Parts = Sequence[Sequence[Any]]

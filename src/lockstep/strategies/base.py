@@ -296,13 +296,12 @@ class Strategy(Diagnostics):
         functions = StepFunctions(model, self._placement, executor, log_once, self._step_hooks)
         vars(model)[_FUNCTIONS] = functions  # On the model, to which they refer: both are freed together.
 
-        def make(kind: str) -> Any:
+        def check() -> None:
             check_model(model, self)
             for note in self._layout_notes(model):
                 log_once(note)
-            return functions.make(kind)
 
-        trainer.attach_strategy(model, self, make, partial(self._build_context, model))
+        trainer.attach_strategy(model, self, check, functions.make, partial(self._build_context, model))
         self._fit_wrapper.replace_methods(model, log_once)
         self._models[model] = None
 
