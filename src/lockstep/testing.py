@@ -50,7 +50,7 @@ def check_cross_device_ops(
         ContractError: a result is wrong; the message has the array, the number of devices, what was expected and
             what was found.
         DeviceError: a device is unknown.
-        OptionError: ``ops`` is not an operation, or one of ``dtypes`` or ``shapes`` is unknown.
+        OptionError: ``ops`` is not an operation, or ``dtypes`` or ``shapes`` are empty or have an unknown one.
 
     Example:
         >>> import jax, lockstep
@@ -101,7 +101,16 @@ def count_traffic(
 
 
 def _dtypes(names: Sequence[str]) -> list[np.dtype]:
-    return [_dtype(name) for name in sequence_of("dtypes", names, "a list of names such as ['float32']")]
+    return [_dtype(name) for name in _at_least_one("dtypes", names, "a list of names such as ['float32']")]
+
+
+def _at_least_one(name: str, values: Any, what: str) -> Sequence[Any]:
+    given = sequence_of(name, values, what)
+    if not given:
+        raise OptionError(
+            f"{name}: expected {what}, got an empty one, which checks nothing. Fix: leave it out to check all."
+        )
+    return given
 
 
 def _dtype(name: Any) -> np.dtype:
@@ -119,7 +128,7 @@ def _dtype(name: Any) -> np.dtype:
 
 def _shapes(shapes: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
     what = "a list of shapes such as [(3, 5)]"
-    given = [instance_of((tuple, list), "shapes", shape, what) for shape in sequence_of("shapes", shapes, what)]
+    given = [instance_of((tuple, list), "shapes", shape, what) for shape in _at_least_one("shapes", shapes, what)]
     return [
         tuple(whole_number("shapes", length, minimum=0, maximum=_MAX_LENGTH) for length in shape) for shape in given
     ]

@@ -172,11 +172,18 @@ def test_an_operation_that_changes_its_mind_is_caught():
 
 
 @pytest.mark.parametrize(
-    ("dtypes", "message"), [("float32", "expected a list of names"), (["float33"], "float33"), ([","], "got .,.")]
+    ("arguments", "message"),
+    [
+        ({"dtypes": "float32"}, "expected a list of names"),
+        ({"dtypes": ["float33"]}, "float33"),
+        ({"dtypes": [","]}, "got .,."),
+        ({"dtypes": []}, "dtypes: .* got an empty one, which checks nothing. Fix: leave it out"),
+        ({"shapes": ()}, "shapes: .* got an empty one, which checks nothing. Fix: leave it out"),
+    ],
 )
-def test_unknown_dtypes_are_refused(dtypes, message):
+def test_unknown_or_no_dtypes_and_shapes_are_refused(arguments, message):
     with pytest.raises(lockstep.OptionError, match=message):
-        check_cross_device_ops("auto", ["cpu:0"], dtypes=dtypes)
+        check_cross_device_ops("auto", ["cpu:0"], **arguments)
 
 
 def test_a_function_of_another_shape_is_refused():
