@@ -15,7 +15,7 @@ import keras
 
 from lockstep._errors import OptionError, ScopeError, one_of, whole_number
 from lockstep._keras import trainer
-from lockstep._logging import log_info
+from lockstep._logging import counted, log_info
 from lockstep.data.keras_adapter import KerasInput
 from lockstep.fit.fit_hooks import FitContext
 from lockstep.strategies.parameter_server import ParameterServerStrategy
@@ -212,7 +212,7 @@ class LearningRateScaling(keras.callbacks.Callback):
         owner = trainer.strategy_of(self.model)
         (owner._log if owner else log_info)(
             f"LearningRateScaling: the warm-up ends after {self.progress['steps']} steps, as something else has set the learning rate to "
-            f"{self._rate:.6g}. To use both, do not set the rate elsewhere in the first {self._epochs} epochs."
+            f"{self._rate:.6g}. To use both, do not set the rate elsewhere in the first {counted(self._epochs, 'epoch')}."
         )
 
     def _check_supported(self, owner: Any, optimizer: Any) -> None:
@@ -230,6 +230,6 @@ class LearningRateScaling(keras.callbacks.Callback):
             raise OptionError(_SCHEDULE)
         if self._epochs and self._steps is None:
             raise OptionError(
-                f"LearningRateScaling: the warm-up lasts {self._epochs} epochs, and this input does not say how many batches an epoch has. Fix: pass "
+                f"LearningRateScaling: the warm-up lasts {counted(self._epochs, 'epoch')}, and this input does not say how many batches an epoch has. Fix: pass "
                 "steps_per_epoch to fit, or warmup_epochs=0."
             )

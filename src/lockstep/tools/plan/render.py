@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from lockstep._logging import counted
 from lockstep.devices.host_memory import size_text
 from lockstep.tools.plan.compile_process import Check, TargetResult
 from lockstep.tools.plan.estimate import Estimate, Group
@@ -65,8 +66,8 @@ def text_of(plan: "Plan", *, is_terminal: bool = False) -> str:
 
 def _described(plan: "Plan") -> str:
     flops = plan.survey.flops_per_row
-    counted = "operations unknown" if flops is None else f"{flops / 1e9:.3g} GFLOP a row"
-    return f"batch {plan.survey.batch:,}, {plan.survey.dtype}, {counted}"
+    operations = "operations unknown" if flops is None else f"{flops / 1e9:.3g} GFLOP a row"
+    return f"batch {plan.survey.batch:,}, {plan.survey.dtype}, {operations}"
 
 
 Lines = list[tuple[str, ...]]
@@ -217,6 +218,6 @@ def checks_text(checks: Sequence[Check], failures: Sequence[str], path: Path | N
 def report_progress(result: TargetResult, done: int, count: int) -> None:
     """Report a finished target in a line on standard error."""
     spent = sum(step.seconds for step in result.steps)
-    told = result.failure or f"{len(result.steps)} steps compiled in {format_seconds(spent)}"
+    told = result.failure or f"{counted(len(result.steps), 'step')} compiled in {format_seconds(spent)}"
     sys.stderr.write(f"lockstep plan: {done} of {count}: {result.target}, {result.strategy}: {told}\n")
     sys.stderr.flush()
