@@ -378,10 +378,9 @@ def write_back_values(model: keras.Model, names: tuple[str, ...], state: Any) ->
         names: kind of each part of ``state``, for example ``("trainable_variables", "non_trainable_variables")``.
         state: for each kind the values, in the order of the model's variables.
     """
-    model._jax_state = dict(zip(names, state, strict=True))
+    set_state(model, names, state)
     model._jax_state_synced = False
-    model.jax_state_sync()
-    model._jax_state = None
+    end_state(model)
 
 
 def names_without_decay(

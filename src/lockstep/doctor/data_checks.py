@@ -18,7 +18,7 @@ from lockstep._logging import counted
 from lockstep.data.fit_wrapper import callbacks_in
 from lockstep.data.input_bound import BOUND, describe_waiting
 from lockstep.data.keras_adapter import KerasInput
-from lockstep.data.random_state import capture_random_state, restore_random_state
+from lockstep.data.random_state import capture_random_state, random_state_kept, restore_random_state
 from lockstep.devices.batch_layout import rows_of_replicas
 from lockstep.doctor.base import Finding, FitCall, array_in_memory, sample_rows
 from lockstep.execution.executors import SpmdExecutor
@@ -305,8 +305,8 @@ def read_batches(made: KerasInput) -> ProbedBatches:
 
 def measure_steps(functions: StepFunctions, probed: ProbedBatches) -> MeasuredSteps:
     """Measure training steps on the first batch, with copies of all variables."""
-    random, steps = capture_random_state(), max(1, len(probed.batches) - 1)
-    try:
+    steps = max(1, len(probed.batches) - 1)
+    with random_state_kept():
         if isinstance(functions.executor, SpmdExecutor) and trainer.is_compiled(functions.model):
             probes = StrategyProbes(functions.model, functions.placement, functions.executor, functions.executor)
             probe = probes.compile(probed.batches[0])
@@ -314,8 +314,6 @@ def measure_steps(functions: StepFunctions, probed: ProbedBatches) -> MeasuredSt
         train, state = functions.make("train"), copies(trainer.training_state(functions.model, probed.batches[0]))
         timed = run_steps(lambda own, batch: train(own, iter([batch])), state, probed.batches[0], steps)
         return MeasuredSteps(*timed, None)
-    finally:
-        restore_random_state(random)
 
 
 def check_loss_is_finite(steps: MeasuredSteps, where: str) -> Iterator[Finding]:

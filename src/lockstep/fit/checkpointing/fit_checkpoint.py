@@ -24,7 +24,7 @@ from lockstep.checkpoint.serialization import Loaded, Snapshot, open_stored
 from lockstep.checkpoint.store import CheckpointStore, ShardedSnapshot, ShardedStore, shared_token
 from lockstep.data.keras_adapter import KerasInput
 from lockstep.data.process_group import ProcessGroup
-from lockstep.data.random_state import capture_random_state, restore_random_state
+from lockstep.data.random_state import capture_random_state, random_state_kept, restore_random_state
 from lockstep.data.resumable_iterator import InputState
 from lockstep.doctor.base import FitCall, doctor_enabled
 from lockstep.doctor.data_checks import FitRecord, check_changed_batch, fit_record, learning_rate_of
@@ -581,12 +581,11 @@ class FitCheckpoint(StepHook):
     def _resume_validation(self) -> None:
         """Resume the validation input, without a change of the random state; errors cost no more than the metrics of validations."""
         if self._validation and self.resumed.validation:
-            before = capture_random_state()  # A pass of the training input may have begun with it.
-            try:
-                self._validation.set_state(self.resumed.validation, steps=0)
-            except InputError as error:
-                self._log(f"the metrics of validations may not be those of an uninterrupted run: {error}")
-            restore_random_state(before)
+            with random_state_kept():  # A pass of the training input may have begun with it.
+                try:
+                    self._validation.set_state(self.resumed.validation, steps=0)
+                except InputError as error:
+                    self._log(f"the metrics of validations may not be those of an uninterrupted run: {error}")
 
     def _report_unused_rate(self) -> None:
         """Log if the program has another learning rate than before, as that of the checkpoint is restored."""
